@@ -1,0 +1,429 @@
+"""Logits -> which K experts a token meets, and with what weights: the first step on the path of a token.
+
+`route` is the pure function that holds every rule; `Router` owns the linear map before it. The two losses and the bias
+update that keep experts evenly loaded are here too. Nothing waits for the device except `validate_routing`.
+
+Shapes: x `[M, H]`, logits and scores `[M, E]`, topk_ids and topk_weights `[M, K]`; M tokens of this rank, H hidden
+size, E logical experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from epmoe.config import RouterConfig
+
+_RENORM_EPS = 1e-20  # DeepSeek-V3's
+_NEG_INF = -math.inf
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Routing:
+    """Where each token goes. A slot without an expert has id -1 and weight 0.
+
+    topk_ids: int32 `[M, K]`, logical ids. topk_weights: `[M, K]`, differentiable.
+    logits: `[M, E]`, -inf where an expert is unusable for that token, and for every expert of a masked token.
+    scores: `[M, E]`, after scoring and without the selection bias, 0 where unusable; differentiable, for the losses.
+    logits and scores are None when a router of one's own gave only ids and weights.
+    """
+
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    logits: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+    num_experts: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_experts is None and self.logits is not None:
+            object.__setattr__(self, "num_experts", self.logits.shape[1])
+
+    def tokens_per_expert(self) -> torch.Tensor:
+        """How many slots name each expert: int64 `[E]`, exact."""
+        if self.num_experts is None:
+            raise ValueError("Routing.num_experts=None: must be set to count tokens per expert")
+        return _count(self.topk_ids, self.num_experts)
+
+    def masked(self, token_mask: torch.Tensor) -> Routing:
+        """The same for tokens whose `token_mask`, bool `[M]`, is True; the others go to no expert, as in `route`."""
+        _check_mask(token_mask, self.topk_ids.shape[0])
+        keep = token_mask[:, None]
+        return Routing(
+            torch.where(keep, self.topk_ids, -1),
+            torch.where(keep, self.topk_weights, 0.0),
+            None if self.logits is None else torch.where(keep, self.logits, _NEG_INF),
+            None if self.scores is None else torch.where(keep, self.scores, 0.0),
+            self.num_experts,
+        )
+
+
+RouterFn = Callable[[torch.Tensor], "Routing | tuple[torch.Tensor, torch.Tensor]"]
+"""A router of one's own: x `[M, H]` -> a Routing or (topk_ids, topk_weights). See `as_routing`."""
+
+
+def route(
+    logits: torch.Tensor,
+    config: RouterConfig,
+    top_k: int,
+    *,
+    selection_bias: torch.Tensor | None = None,
+    topk_ids: torch.Tensor | None = None,
+    token_mask: torch.Tensor | None = None,
+) -> Routing:
+    """The K experts of each token and their weights.
+
+    | scoring | scores s `[M, E]` | chosen by | weights w of the chosen | as in |
+    |---|---|---|---|---|
+    | `softmax` | softmax(z) | s | s | Mixtral, Qwen-MoE, OLMoE; DeepSeek-V2 (groups by `max`, scaling) |
+    | `topk_softmax` | softmax(z) | z | softmax of the K chosen z | gpt-oss (`bias`) |
+    | `sigmoid` | σ(z) | s | s | DeepSeek-V3, GLM-4.x (groups by `top2_sum`, `selection_bias`); Llama-4 |
+    | `sqrt_softplus` | √log(1 + exp z) | s | s | |
+
+    Then, in this order: `renormalize` divides w by (Σ w + 1e-20); `scaling_factor` multiplies w.
+    `selection_bias [E]` is added to what experts, and groups of experts, are chosen by; it never enters s or w. A bias
+    of -inf or NaN takes the expert out of the choice.
+
+    Slots are ordered by what they were chosen by, best first, and of equals the lower expert id wins, on every device.
+    An expert whose logit is NaN or -inf is unusable for that token: never chosen, absent from every softmax and sum.
+    +inf counts as the largest finite number. Slots left over when fewer than K experts are usable, or all K of a token
+    whose `token_mask` is False, have id -1 and weight exactly 0. The gradient of logits is finite throughout.
+
+    Args:
+        logits: `[M, E]`, any floating dtype. All else is computed in `config.dtype`, under autocast too.
+        topk_ids: integer `[M, K]`, forces the choice: only the weights are computed, at these ids (replay, recompute).
+            They are trusted to be in [-1, E); `validate_routing` checks that.
+        token_mask: bool `[M]`, False = padding.
+    """
+    _require(logits.dim() == 2, f"logits has shape {list(logits.shape)}: must be [M, E]")
+    num_tokens, num_experts = logits.shape
+    _check_sizes(config, num_experts, top_k)
+    if token_mask is not None:
+        _check_mask(token_mask, num_tokens)
+    if selection_bias is not None:
+        shape = list(selection_bias.shape)
+        _require(shape == [num_experts], f"selection_bias has shape {shape}: must be [E={num_experts}]")
+    if topk_ids is not None:
+        topk_ids = _int32_ids(topk_ids, num_tokens, top_k)
+
+    with _no_autocast(logits):
+        z, usable = _clean(logits.to(config.dtype))
+        if token_mask is not None:
+            usable = usable & token_mask[:, None]
+        scores = _score(z, usable, config)
+        if topk_ids is None:
+            base = z if config.scoring == "topk_softmax" else scores
+            topk_ids = _choose(base.detach(), usable, selection_bias, config, top_k)
+        elif token_mask is not None:
+            topk_ids = torch.where(token_mask[:, None], topk_ids, -1)
+
+        index = topk_ids.clamp(min=0).long()
+        chosen = (topk_ids >= 0) & usable.gather(1, index)  # a forced id may name an expert that is unusable now
+        if config.scoring == "topk_softmax":
+            weights = _masked_softmax(z.gather(1, index), chosen)
+        else:
+            weights = torch.where(chosen, scores.gather(1, index), 0.0)
+        if config.renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + _RENORM_EPS)
+        weights = weights * config.scaling_factor
+        return Routing(topk_ids, weights, torch.where(usable, z, _NEG_INF), scores, num_experts)
+
+
+def _clean(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Finite logits (0 where unusable, so that no later gradient meets an infinity) and which are usable."""
+    usable = logits > _NEG_INF  # false for NaN
+    return torch.where(usable, logits, 0.0).clamp(max=torch.finfo(logits.dtype).max), usable
+
+
+def _masked_softmax(z: torch.Tensor, usable: torch.Tensor) -> torch.Tensor:
+    """Softmax over the usable entries of each row, 0 elsewhere; a row with none is all 0."""
+    some = usable.any(-1, keepdim=True)
+    return torch.where(usable, torch.where(usable | ~some, z, _NEG_INF).softmax(-1), 0.0)
+
+
+def _score(z: torch.Tensor, usable: torch.Tensor, config: RouterConfig) -> torch.Tensor:
+    if config.scoring in ("softmax", "topk_softmax"):
+        return _masked_softmax(z, usable)
+    scores = _sigmoid(z) if config.scoring == "sigmoid" else _sqrt_softplus(z)
+    return torch.where(usable, scores, 0.0)
+
+
+# Equal logits must get equal scores or the lower id would not win. On CPU torch.sigmoid and softplus differ by a
+# rounding between the vectorized body of a tensor and its tail; exp and log1p don't. Below -40 both functions are their
+# asymptote, to the last bit of fp64, where the formulas above it would underflow into gradients of 0 * inf.
+_TAIL = 40.0
+
+
+def _sigmoid(z: torch.Tensor) -> torch.Tensor:
+    low = z < -_TAIL
+    return torch.where(low, torch.where(low, z, 0.0).exp(), 1 / (1 + (-z.clamp(min=-_TAIL)).exp()))
+
+
+def _sqrt_softplus(z: torch.Tensor) -> torch.Tensor:
+    low = z < -_TAIL
+    softplus = torch.where(z > _TAIL, z, z.clamp(-_TAIL, _TAIL).exp().log1p())
+    return torch.where(low, torch.where(low, z / 2, 0.0).exp(), torch.where(low, 1.0, softplus).sqrt())
+
+
+@torch.no_grad()
+def _choose(
+    base: torch.Tensor, usable: torch.Tensor, bias: torch.Tensor | None, config: RouterConfig, top_k: int
+) -> torch.Tensor:
+    """int32 `[M, K]`: the best of `base + bias`, within the best groups; -1 where no usable expert is left."""
+    if bias is not None:
+        base = base + bias.to(base.dtype)
+    value = torch.where(usable & ~base.isnan(), base, _NEG_INF)
+    num_tokens, num_experts = value.shape
+    if config.topk_groups < config.num_groups:
+        grouped = value.view(num_tokens, config.num_groups, num_experts // config.num_groups)
+        best = grouped.amax(-1)
+        group = best
+        if config.group_score == "top2_sum":
+            top2 = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values
+            total = torch.where(top2 > _NEG_INF, top2, 0.0).sum(-1).clamp(min=torch.finfo(value.dtype).min)
+            group = torch.where(best > _NEG_INF, total, _NEG_INF)
+        kept = torch.zeros_like(group, dtype=torch.bool).scatter_(1, _best(group, config.topk_groups), True)
+        value = torch.where(kept[:, :, None], grouped, _NEG_INF).view(num_tokens, num_experts)
+    index = _best(value, top_k)
+    return torch.where(value.gather(1, index) > _NEG_INF, index, -1).to(torch.int32)
+
+
+def _best(value: torch.Tensor, k: int) -> torch.Tensor:
+    """Indices of the k largest of each row of `value [M, N]` without NaN, in order; of equals the lowest index first.
+
+    torch.topk promises no order among equals, so fp32 values become distinct int64 keys that sort the same way: the
+    float's bits, flipped where negative, above N-1-index.
+    """
+    if value.dtype != torch.float32:
+        return value.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    bits = torch.where(value == 0, 0.0, value).view(torch.int32).long()  # -0.0 equals 0.0
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    tie_break = torch.arange(value.shape[-1] - 1, -1, -1, device=value.device)
+    return (order * 2**32 + tie_break).topk(k, dim=-1).indices
+
+
+class Router(nn.Module):
+    """The linear map H -> E and `route`. Parameters: `weight [E, H]`, and `bias [E]` if `config.bias`.
+
+    Buffer, if `config.selection_bias`: `selection_bias [E]`, saved with the module and fp32 whatever the module is cast
+    to or loaded from, since its updates are too small for bf16 (`update_selection_bias`).
+
+    x and weight are raised to `config.dtype` before the product, under autocast too. A NaN in a row of x sends that
+    token to no expert, yet makes the gradient of `weight` NaN as in any linear map: rows of padding belong in
+    `token_mask`, and then may hold anything.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    selection_bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _require(hidden_size > 0, f"hidden_size={hidden_size}: must be > 0")
+        _check_sizes(config, num_experts, top_k)
+        self.config, self.hidden_size, self.num_experts, self.top_k = config, hidden_size, num_experts, top_k
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+        bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if config.bias else None
+        self.register_parameter("bias", bias)
+        held = torch.empty(num_experts, device=device, dtype=torch.float32) if config.selection_bias else None
+        self.register_buffer("selection_bias", held)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """weight normal with std H^-½, so that an x of unit variance gives logits of unit variance; biases zero."""
+        self.weight.normal_(std=self.hidden_size**-0.5)
+        for bias in (self.bias, self.selection_bias):
+            if bias is not None:
+                bias.zero_()
+
+    def forward(
+        self, x: torch.Tensor, *, topk_ids: torch.Tensor | None = None, token_mask: torch.Tensor | None = None
+    ) -> Routing:
+        """x `[M, H]` -> Routing; `topk_ids` and `token_mask` as in `route`."""
+        shape = list(x.shape)
+        _require(
+            x.dim() == 2 and shape[1] == self.hidden_size, f"x has shape {shape}: must be [M, H={self.hidden_size}]"
+        )
+        if token_mask is not None:
+            _check_mask(token_mask, shape[0])
+            x = torch.where(token_mask[:, None], x, 0.0)  # NaN padding would reach weight.grad as 0 · NaN
+        dtype = self.config.dtype
+        with _no_autocast(x):
+            bias = None if self.bias is None else self.bias.to(dtype)
+            logits = F.linear(x.to(dtype), self.weight.to(dtype), bias)
+        return route(
+            logits,
+            self.config,
+            self.top_k,
+            selection_bias=self.selection_bias,
+            topk_ids=topk_ids,
+            token_mask=token_mask,
+        )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Router:
+        exact = self.selection_bias
+        super()._apply(fn, recurse)
+        if exact is not None and self.selection_bias is not None and self.selection_bias.dtype != torch.float32:
+            self.selection_bias = exact.to(self.selection_bias.device)  # moved, with the bits the cast would have lost
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if self.selection_bias is not None:
+            self.selection_bias = self.selection_bias.float()  # load_state_dict(assign=True) takes the file's dtype
+
+    def extra_repr(self) -> str:
+        return f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, top_k={self.top_k}, {self.config}"
+
+
+def as_routing(
+    result: Routing | tuple[torch.Tensor, torch.Tensor], num_tokens: int, top_k: int, num_experts: int
+) -> Routing:
+    """What a router of one's own returned, as a Routing: ids int32 `[M, K]`, weights fp32 (or fp64) `[M, K]`.
+
+    Raises ValueError when shapes or dtypes are wrong; values are `validate_routing`'s.
+    """
+    if not isinstance(result, Routing):
+        pair = isinstance(result, (tuple, list)) and len(result) == 2
+        _require(
+            pair and all(isinstance(part, torch.Tensor) for part in result),
+            f"the router returned {type(result).__name__}: must be a Routing or two tensors (topk_ids, topk_weights)",
+        )
+        result = Routing(*result)
+    ids, weights = _int32_ids(result.topk_ids, num_tokens, top_k), result.topk_weights
+    shape, want = list(weights.shape), [num_tokens, top_k]
+    _require(shape == want, f"topk_weights has shape {shape}: must be [M, K] = {want}")
+    _require(weights.is_floating_point(), f"topk_weights has dtype {weights.dtype}: must be a floating dtype")
+    _require(
+        ids.device == weights.device, f"topk_ids is on {ids.device} and topk_weights on {weights.device}: must match"
+    )
+    if weights.dtype not in (torch.float32, torch.float64):
+        weights = weights.float()
+    for name in ("logits", "scores"):
+        part = getattr(result, name)
+        want = [num_tokens, num_experts]
+        if part is not None:
+            _require(list(part.shape) == want, f"{name} has shape {list(part.shape)}: must be [M, E] = {want}")
+    return Routing(ids, weights, result.logits, result.scores, num_experts)
+
+
+def validate_routing(topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int) -> None:
+    """Raise ValueError naming the first id outside [-1, E) or weight that is not finite. Waits for the device."""
+    bad_ids = (topk_ids < -1) | (topk_ids >= num_experts)
+    for name, tensor, bad, right in (
+        ("topk_ids", topk_ids, bad_ids, f"in [0, num_experts={num_experts}), or -1 for no expert"),
+        ("topk_weights", topk_weights, ~topk_weights.isfinite(), "finite"),
+    ):
+        if bad.any():
+            at = bad.nonzero()[0].tolist()
+            raise ValueError(f"{name}[{at[0]}, {at[1]}]={tensor[at[0], at[1]].item()}: must be {right}")
+
+
+def load_balancing_loss(routing: Routing, num_experts: int) -> torch.Tensor:
+    """E · Σ_e f_e · P_e (Switch Transformer, arXiv:2101.03961): 1 when both are uniform, at most E.
+
+    f_e: the share of assignments that went to e. P_e: the mean over tokens of e's score, each token's scores divided by
+    their sum. Tokens without an expert count in neither; with no token at all it is 0. The gradient flows through P.
+    Scalar, of this rank's tokens: average over ranks and microbatches by their tokens.
+    """
+    if routing.scores is None:
+        raise ValueError("routing.scores=None: load_balancing_loss needs a router that returns scores [M, E]")
+    scores, counts = routing.scores, _count(routing.topk_ids, num_experts)
+    live = (routing.topk_ids >= 0).any(-1)
+    with _no_autocast(scores):
+        share = counts.to(scores.dtype) / counts.sum().clamp(min=1)
+        scores = torch.where(live[:, None], scores, 0.0)
+        mean = (scores / (scores.sum(-1, keepdim=True) + _RENORM_EPS)).sum(0) / live.sum().clamp(min=1)
+        return num_experts * (share * mean).sum()
+
+
+def router_z_loss(routing: Routing) -> torch.Tensor:
+    """Mean over tokens of logsumexp(logits)² (ST-MoE, arXiv:2202.08906). Scalar.
+
+    Unusable experts are left out of the sum and tokens with none usable out of the mean; with no token at all it is 0.
+    """
+    if routing.logits is None:
+        raise ValueError("routing.logits=None: router_z_loss needs a router that returns logits [M, E]")
+    with _no_autocast(routing.logits):
+        z, usable = _clean(routing.logits)
+        live = usable.any(-1)
+        log_z = torch.where(usable | ~live[:, None], z, _NEG_INF).logsumexp(-1)
+        return torch.where(live, log_z, 0.0).square().sum() / live.sum().clamp(min=1)
+
+
+@torch.no_grad()
+def update_selection_bias(router: Router, tokens_per_expert: torch.Tensor, rate: float) -> None:
+    """selection_bias += rate · sign(mean load - load), in place: balance without a loss (arXiv:2408.15664).
+
+    `tokens_per_expert`: integer `[E]`, already summed over every rank and microbatch of the step, so that all ranks
+    make the same update. Compared in integers: an expert at exactly the mean load does not move.
+    """
+    bias, counts = router.selection_bias, tokens_per_expert
+    if bias is None:
+        raise ValueError("router has no selection_bias: set RouterConfig.selection_bias=True")
+    shape = list(counts.shape)
+    _require(shape == list(bias.shape), f"tokens_per_expert has shape {shape}: must be [E={bias.shape[0]}]")
+    integer = counts.dtype in (torch.int32, torch.int64)
+    _require(integer, f"tokens_per_expert has dtype {counts.dtype}: must be int32 or int64, exact counts")
+    _require(0 <= rate < math.inf, f"rate={rate}: must be finite and at least 0")
+    counts = counts.to(bias.device, torch.int64)
+    bias.add_((counts.sum() - counts * counts.numel()).sign().to(bias.dtype), alpha=rate)
+
+
+def _count(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """int64 `[E]`. Ids move up by one, so that -1 falls into a bin that is dropped and no host wait is needed."""
+    slots = topk_ids.reshape(-1).long() + 1
+    bins = torch.zeros(num_experts + 1, dtype=torch.int64, device=topk_ids.device)
+    return bins.scatter_add_(0, slots, torch.ones_like(slots))[1:]
+
+
+def _int32_ids(topk_ids: torch.Tensor, num_tokens: int, top_k: int) -> torch.Tensor:
+    shape, want = list(topk_ids.shape), [num_tokens, top_k]
+    _require(shape == want, f"topk_ids has shape {shape}: must be [M, K] = {want}")
+    integer = topk_ids.dtype in (torch.int32, torch.int64)
+    _require(integer, f"topk_ids has dtype {topk_ids.dtype}: must be int32 or int64")
+    if topk_ids.dtype == torch.int64:
+        limits = torch.iinfo(torch.int32)  # saturate: a wild id must not wrap around into a valid one
+        topk_ids = topk_ids.clamp(limits.min, limits.max).to(torch.int32)
+    return topk_ids
+
+
+def _check_sizes(config: RouterConfig, num_experts: int, top_k: int) -> None:
+    groups = config.num_groups
+    divides = num_experts > 0 and num_experts % groups == 0
+    _require(divides, f"num_experts={num_experts}: must be a positive multiple of RouterConfig.num_groups={groups}")
+    most = num_experts // groups * config.topk_groups
+    _require(
+        1 <= top_k <= most, f"top_k={top_k}: must be in [1, {most}], the experts in topk_groups={config.topk_groups}"
+    )
+
+
+def _check_mask(token_mask: torch.Tensor, num_tokens: int) -> None:
+    right = token_mask.dtype == torch.bool and list(token_mask.shape) == [num_tokens]
+    have = f"{token_mask.dtype} {list(token_mask.shape)}"
+    _require(right, f"token_mask is {have}: must be torch.bool [M={num_tokens}]")
+
+
+def _no_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
+    kind = tensor.device.type
+    return contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
