@@ -1,0 +1,171 @@
+"""`EPGroup`: the ranks that share one set of experts, and every wait on them.
+
+Layers hold a group and share it by holding it; several groups live side by side in one process. All waits go through
+here, so all of them have a deadline and an error that names rank, layer and operation.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+
+
+class PeerError(RuntimeError):
+    """A peer did not take part in an operation within the deadline, or its connection broke.
+
+    The collective group is unusable afterwards: end the process, or rebuild the group with the ranks that are left.
+    """
+
+
+class EPGroup:
+    """R ranks that hold the experts of one or more layers between them.
+
+    Args:
+        process_group: a `torch.distributed` group. None makes a communicator of its own over all ranks, so that expert
+            traffic never queues behind DDP's or FSDP's; this is a collective call.
+        device: where tensors live. None: the current CUDA device under NCCL, else CPU.
+        timeout: seconds any wait may take. Under NCCL the host meets a silent peer at the count exchange of the next
+            layer; a kernel that hangs in between is ended by torch's own watchdog after the same time.
+
+    Raises:
+        ValueError: torch.distributed is not initialised, or the backend does not fit the device.
+
+    Example::
+
+        dist.init_process_group("nccl")
+        ep = EPGroup()
+        layer = MoELayer(config, ep, device="cuda", dtype=torch.bfloat16)
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | str | None = None,
+        timeout: float = 300.0,
+    ) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ValueError(
+                "EPGroup needs torch.distributed: call torch.distributed.init_process_group(...) first (torchrun sets "
+                "its environment), or pass ep=None to run all experts in this process"
+            )
+        if not timeout > 0:
+            raise ValueError(f"timeout={timeout!r}: must be seconds > 0")
+        if process_group is None:
+            process_group = dist.new_group(timeout=timedelta(seconds=timeout))
+        assert process_group is not None
+        if dist.get_rank(process_group) < 0:
+            raise ValueError(f"rank {dist.get_rank()} is not a member of the process_group it was given")
+        self.process_group = process_group
+        self.timeout = timeout
+        self.rank = dist.get_rank(process_group)
+        self.num_ranks = dist.get_world_size(process_group)
+        self.name: str = process_group.group_name
+        self.backend: str = str(dist.get_backend(process_group))
+        if device is None:
+            device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in self.backend else "cpu"
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.backend == "gloo":
+            raise ValueError(f"device={str(self.device)!r} with a gloo group: use backend='nccl', or device='cpu'")
+        if self.device.type == "cpu" and self.backend == "nccl":
+            raise ValueError("device='cpu' with an NCCL group: use backend='gloo' (or 'cpu:gloo,cuda:nccl')")
+
+    @classmethod
+    def from_name(cls, name: str, timeout: float) -> EPGroup:
+        """The group of an existing communicator, by its `torch.distributed` name: what compiled graphs carry."""
+        return cls(dist.distributed_c10d._resolve_process_group(name), timeout=timeout)
+
+    def __repr__(self) -> str:
+        return f"EPGroup(rank {self.rank} of {self.num_ranks}, {self.backend}, {self.device}, {self.name!r})"
+
+    def error(self, operation: str, why: str) -> PeerError:
+        """The error for a wait that failed: names rank, group, operation (which names the layer) and the way out."""
+        return PeerError(
+            f"rank {self.rank} of {self.num_ranks} (group {self.name!r}, {self.backend}): {operation}: {why}. A peer has "
+            f"died, runs other code, or is slower than the limit: look at the other ranks' output first; raise "
+            f"EPGroup(timeout={self.timeout:g}) if they were only slow"
+        )
+
+    def wait(self, work: dist.Work, operation: str) -> None:
+        """Makes the result of `work` usable: blocks the host (gloo) or the current stream (NCCL).
+
+        Raises:
+            PeerError: the deadline passed or the connection broke.
+        """
+        try:
+            if self.backend == "nccl":
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=self.timeout))
+        except RuntimeError as error:
+            raise self.error(operation, f"{str(error).splitlines()[0]} (limit {self.timeout:g} s)") from error
+
+    def to_host(self, values: Tensor, operation: str) -> Tensor:
+        """Copies a small device tensor to the host, waiting for what produces it, at most `timeout` seconds.
+
+        Raises:
+            PeerError: the values did not arrive in time.
+        """
+        if values.device.type == "cpu":
+            return values
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                f"{operation}: this dispatcher reads counts on the host, so it can't be captured in a CUDA graph; capture "
+                "the parts around the layer, or use a dispatcher whose capabilities say cuda_graph"
+            )
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        started = time.monotonic()
+        while not arrived.query():
+            waited = time.monotonic() - started
+            if waited > self.timeout:
+                raise self.error(operation, f"no counts from the peers after {waited:.0f} s")
+            if waited > 0.002:  # long waits need no spinning
+                time.sleep(0.0002)
+        return host
+
+    def all_to_all_async(
+        self, buffer: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int], *, out: Tensor | None = None
+    ) -> tuple[Tensor, dist.Work]:
+        """Sends `buffer[sum(send_rows), ...]`, split by rank; the result has `sum(receive_rows)` rows once waited for."""
+        if out is None:
+            out = buffer.new_empty((sum(receive_rows), *buffer.shape[1:]))
+        work = dist.all_to_all_single(
+            out, buffer, list(receive_rows), list(send_rows), group=self.process_group, async_op=True
+        )
+        return out, work
+
+    def all_gather_async(self, buffer: Tensor) -> tuple[Tensor, dist.Work]:
+        """Every rank's `buffer [n, ...]` (same shape on all), in rank order: `[R·n, ...]` once waited for."""
+        out = buffer.new_empty((self.num_ranks * buffer.shape[0], *buffer.shape[1:]))
+        return out, _all_gather(out, buffer, group=self.process_group, async_op=True)
+
+    def check_same(self, subject: str, fields: Mapping[str, object]) -> None:
+        """Compares `fields` over all ranks; collective.
+
+        Raises:
+            ValueError: on every rank, naming each field that differs and each rank's value.
+        """
+        mine = json.dumps({key: str(value) for key, value in fields.items()}, sort_keys=True)
+        gathered: list[str] = [""] * self.num_ranks
+        dist.all_gather_object(gathered, mine, group=self.process_group)
+        if all(other == mine for other in gathered):
+            return
+        ranks = [json.loads(text) for text in gathered]
+        names = sorted(set().union(*ranks))
+        differing = [
+            f"{name}: " + ", ".join(f"rank {r} has {values.get(name, '(unset)')}" for r, values in enumerate(ranks))
+            for name in names
+            if len({values.get(name) for values in ranks}) > 1
+        ]
+        raise ValueError(f"{subject} differs between ranks; make it equal on all of them. " + "; ".join(differing))

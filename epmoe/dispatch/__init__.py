@@ -1,0 +1,64 @@
+"""Ways of moving rows between ranks; `make_dispatcher` picks one by name or by what the group can do."""
+
+from __future__ import annotations
+
+import torch
+
+from epmoe.comm import EPGroup
+from epmoe.dispatch.all_gather import AllGatherDispatcher
+from epmoe.dispatch.all_to_all import AllToAllDispatcher
+from epmoe.dispatch.base import Dispatcher, DispatcherCapabilities, ExpertInput, Layout, Pending
+from epmoe.dispatch.local import LocalDispatcher
+from epmoe.placement import ExpertPlacement
+
+DISPATCHERS: dict[str, type[Dispatcher]] = {
+    cls.name: cls for cls in (LocalDispatcher, AllGatherDispatcher, AllToAllDispatcher)
+}
+
+__all__ = [
+    "DISPATCHERS",
+    "AllGatherDispatcher",
+    "AllToAllDispatcher",
+    "Dispatcher",
+    "DispatcherCapabilities",
+    "ExpertInput",
+    "Layout",
+    "LocalDispatcher",
+    "Pending",
+    "make_dispatcher",
+]
+
+
+def make_dispatcher(
+    name: str,
+    ep: EPGroup | None,
+    placement: ExpertPlacement,
+    device: torch.device | str,
+    *,
+    layer: str = "moe",
+) -> Dispatcher:
+    """The dispatcher `name` (`auto`: `local` on one rank, else `all_to_all`) for this rank's experts.
+
+    Raises:
+        ValueError: an unknown name, `local` on several ranks, a placement for another number of ranks, or a device that
+            the group does not serve.
+    """
+    ranks, rank = (ep.num_ranks, ep.rank) if ep is not None else (1, 0)
+    if placement.num_ranks != ranks:
+        raise ValueError(f"placement is for {placement.num_ranks} ranks, the EPGroup has {ranks}")
+    if name == "auto":
+        name = "local" if ranks == 1 else "all_to_all"
+    if name not in DISPATCHERS:
+        raise ValueError(f"dispatcher={name!r}: must be auto, " + ", ".join(DISPATCHERS))
+    if name == "local" and ranks > 1:
+        raise ValueError(f"dispatcher='local' with {ranks} ranks: experts elsewhere are out of reach; use 'all_to_all'")
+    device = torch.device(device)
+    if ep is not None and device.type not in (ep.device.type, "meta"):
+        raise ValueError(f"device={str(device)!r}, but the EPGroup moves {ep.device.type} tensors ({ep.backend})")
+    return DISPATCHERS[name](
+        ep,
+        placement.owner_tensor(device),
+        placement.expert_map(rank, device),
+        placement.num_local(rank),
+        layer=layer,
+    )

@@ -1,0 +1,109 @@
+"""`all_gather`: every rank gets every token, runs its own experts on them, and gets the sums of its own tokens back.
+
+The number of bytes does not depend on the routing, and a token reaches a rank even if no expert there wants it: right for
+few tokens, small groups and K near R; `all_to_all` moves less otherwise. The way back is a reduce-scatter done as an
+equal all-to-all whose parts are summed in fp32 in rank order, so the result does not depend on the library's algorithm.
+
+M tokens on this rank, C = the largest M of any rank (shorter ranks are padded with rows that no expert wants), T = R·C.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from epmoe.comm import EPGroup
+from epmoe.dispatch.base import DispatcherCapabilities, Layout
+from epmoe.dispatch.exchange import ExchangeDispatcher, Flight, Rows, register_ops
+
+
+@dataclasses.dataclass(frozen=True)
+class AllGatherLayout(Layout):
+    """`capacity` is C; `send_index [C]` are this rank's tokens and then -1; `slot [M, R]` where each token's parts land."""
+
+    capacity: int
+    send_index: Tensor
+    slot: Tensor
+
+
+@torch.library.custom_op("epmoe::all_gather_capacity", mutates_args=())
+def all_gather_capacity(like: Tensor, tokens: int, group: str, timeout: float, operation: str) -> int:
+    """The largest number of tokens on any rank: one exchange, and one wait of the host for the device."""
+    ep = EPGroup.from_name(group, timeout)
+    counts, work = ep.all_gather_async(torch.tensor([tokens], dtype=torch.int64, device=like.device))
+    ep.wait(work, operation)
+    return int(ep.to_host(counts, operation).max())
+
+
+@all_gather_capacity.register_fake
+def _(like, tokens, group, timeout, operation):  # type: ignore[no-untyped-def]
+    return torch.library.get_ctx().new_dynamic_size()
+
+
+@register_ops
+class AllGatherDispatcher(ExchangeDispatcher):
+    """All-gather out, reduce-scatter back; one count exchange per dispatch."""
+
+    name = "all_gather"
+    capabilities = DispatcherCapabilities(asynchronous=True, host_sync=True, backends=("gloo", "nccl"))
+
+    def make_layout(self, topk_ids: Tensor) -> AllGatherLayout:
+        tokens, k = topk_ids.shape
+        ranks = self.ep.num_ranks
+        operation = f"layer {self.layer!r}, exchange of token counts"
+        capacity = all_gather_capacity(topk_ids, tokens, self.ep.name, self.ep.timeout, operation)
+        torch._check(capacity >= tokens)
+        position = torch.arange(capacity, dtype=torch.int32, device=topk_ids.device)
+        slot = torch.arange(tokens, dtype=torch.int32, device=topk_ids.device)[:, None] + capacity * torch.arange(
+            ranks, dtype=torch.int32, device=topk_ids.device
+        )
+        return AllGatherLayout(
+            num_tokens=tokens,
+            num_rows=ranks * capacity,
+            max_assignments=ranks * capacity * min(k, self.num_local),
+            capacity=capacity,
+            send_index=torch.where(position < tokens, position, -1),
+            slot=slot,
+        )
+
+    @staticmethod
+    def send(rows: Rows, layout: AllGatherLayout, ep: EPGroup, operation: str) -> Flight:
+        received, work = ep.all_gather_async(rows.pack(layout.send_index))
+
+        def finish() -> Rows:
+            ep.wait(work, operation)
+            return rows.unpack(received)
+
+        return finish
+
+    @staticmethod
+    def give_back(rows: Rows, layout: AllGatherLayout, ep: EPGroup, operation: str) -> Flight:
+        equal = [layout.capacity] * ep.num_ranks
+        received, work = ep.all_to_all_async(rows.pack(None), equal, equal)
+
+        def finish() -> Rows:
+            ep.wait(work, operation)
+            return rows.unpack(received).sum_over_ranks(layout.slot)
+
+        return finish
+
+    @staticmethod
+    def pack_layout(layout: AllGatherLayout) -> tuple[list[Tensor], list[int]]:
+        return (
+            [layout.send_index, layout.slot],
+            [layout.num_tokens, layout.num_rows, layout.max_assignments, layout.capacity],
+        )
+
+    @staticmethod
+    def unpack_layout(tensors: Sequence[Tensor], numbers: Sequence[int]) -> AllGatherLayout:
+        tokens, rows, assignments, capacity = numbers
+        return AllGatherLayout(tokens, rows, assignments, capacity, *tensors)
+
+    def wire_bytes(self, handle: Layout, row_bytes: int) -> tuple[int, int]:
+        assert isinstance(handle, AllGatherLayout)
+        each_way = (self.ep.num_ranks - 1) * handle.capacity * row_bytes
+        return each_way, each_way
+

@@ -1,0 +1,289 @@
+"""What the collective dispatchers share: differentiable launch and wait, and the same as opaque ops for `torch.compile`.
+
+A dispatcher of this kind knows two movements: `send` (tokens to ranks, [M,·] -> [T,·]) and `give_back` (ranks to tokens,
+[T,·] -> [M,·], summed over ranks). They are each other's adjoint, so four uses cover everything:
+
+    dispatch  forward = send       backward = give_back
+    combine   forward = give_back  backward = send
+
+Launch and wait are separate autograd nodes. Backward therefore launches where forward waited and waits where forward
+launched: what was computed between them in forward, its backward is computed between them in backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from epmoe.comm import EPGroup
+from epmoe.dispatch.base import Dispatcher, ExpertInput, Layout, Pending
+from epmoe.ops.gather_sum import gather_sum
+from epmoe.ops.pack_rows import pack_rows, row_layout, unpack_rows
+
+
+class Rows(NamedTuple):
+    """What belongs to each row and travels with it in one message; `weights` and `ids` may be absent."""
+
+    values: Tensor  # [n, H]
+    weights: Tensor | None  # [n, K] float: router weights, or their gradient
+    ids: Tensor | None  # [n, K] int32
+
+    @property
+    def words(self) -> tuple[int, int]:
+        """How many 4-byte words of weights and of ids follow the values."""
+        weights = 0 if self.weights is None else self.weights.shape[1] * self.weights.element_size() // 4
+        return weights, 0 if self.ids is None else self.ids.shape[1]
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of one row's message."""
+        return row_layout(self.values.shape[1], self.values.dtype, sum(self.words)).row_bytes
+
+    def pack(self, index: Tensor | None) -> Tensor:
+        """Messages `[S, bytes]` of rows `index [S]` (all of them if None); an index of -1 makes a row without experts."""
+        words = [] if self.weights is None else [self.weights.contiguous().view(torch.int32)]
+        words += [] if self.ids is None else [self.ids]
+        return pack_rows(self.values, torch.cat(words, dim=1) if words else None, index)
+
+    def unpack(self, messages: Tensor) -> Rows:
+        """Views into received `messages`, which are shaped like these rows."""
+        weight_words, id_words = self.words
+        values, words = unpack_rows(messages, self.values.shape[1], self.values.dtype, weight_words + id_words)
+        weights = None if self.weights is None else words[:, :weight_words].view(self.weights.dtype)
+        return Rows(values, weights, None if self.ids is None else words[:, weight_words:])
+
+    def sum_over_ranks(self, slot: Tensor) -> Rows:
+        """Adds up the rows that `slot [M, R]` names (-1: none), in rank order, in fp32."""
+        weights = None if self.weights is None else gather_sum(self.weights, slot, None, self.weights.dtype)
+        return Rows(gather_sum(self.values, slot, None, self.values.dtype), weights, None)
+
+
+Flight = Callable[[], Rows]  # a launched movement: call it once to wait
+
+
+@dataclasses.dataclass
+class _Link:
+    """Joins a launch node to its wait node, in forward and in backward."""
+
+    launch: Callable[[Rows], Flight]
+    adjoint: Callable[[Rows], Flight]
+    ids: Tensor | None
+    forward: Flight | None = None
+    backward: Flight | None = None
+    received_ids: Tensor | None = None
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: _Link, values: Tensor, weights: Tensor | None) -> Tensor:
+        ctx.link = link
+        link.forward = link.launch(Rows(values, weights, link.ids))
+        return values.new_empty(0)  # carries the graph from launch to wait
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor, Tensor | None]:
+        flight, ctx.link.backward = ctx.link.backward, None
+        assert flight is not None, "the wait node launches the gradient before the launch node waits for it"
+        gradient = flight()
+        return None, gradient.values, gradient.weights
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: _Link, token: Tensor) -> tuple[Tensor, Tensor | None]:
+        ctx.link = link
+        flight, link.forward = link.forward, None
+        assert flight is not None, "each launch is waited for once"
+        rows = flight()
+        link.received_ids = rows.ids
+        return rows.values, rows.weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, values: Tensor, weights: Tensor | None) -> tuple[None, Tensor]:
+        ctx.link.backward = ctx.link.adjoint(Rows(values.contiguous(), weights, None))
+        return None, values.new_empty(0)
+
+
+class ExchangeDispatcher(Dispatcher):
+    """A dispatcher made of the two movements, over one `EPGroup`."""
+
+    ep: EPGroup
+
+    def __init__(
+        self, ep: EPGroup | None, owner: Tensor, expert_map: Tensor, num_local: int, *, layer: str = "moe"
+    ) -> None:
+        if ep is None:
+            raise ValueError(f"layer {layer!r}: dispatcher={self.name!r} needs an EPGroup; pass ep=, or use 'local'")
+        super().__init__(ep, owner, expert_map, num_local, layer=layer)
+
+    @staticmethod
+    @abstractmethod
+    def send(rows: Rows, layout: Any, ep: EPGroup, operation: str) -> Flight:
+        """Launches `[M, ·]` rows to the ranks `layout` names: `[T, ·]` when waited for."""
+
+    @staticmethod
+    @abstractmethod
+    def give_back(rows: Rows, layout: Any, ep: EPGroup, operation: str) -> Flight:
+        """Launches `[T, ·]` rows back; waited for, their sum over ranks in rank order, in fp32: `[M, ·]`."""
+
+    @staticmethod
+    @abstractmethod
+    def pack_layout(layout: Any) -> tuple[list[Tensor], list[int]]:
+        """The layout as tensors and numbers, for an op's signature."""
+
+    @staticmethod
+    @abstractmethod
+    def unpack_layout(tensors: Sequence[Tensor], numbers: Sequence[int]) -> Layout:
+        """The inverse of `pack_layout`."""
+
+    def dispatch_async(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, layout: Layout | None = None
+    ) -> Pending[ExpertInput]:
+        self.check(x, topk_ids, topk_weights)
+        made = layout if layout is not None else self.make_layout(topk_ids)
+        if torch.compiler.is_compiling():
+            tensors, numbers = self.pack_layout(made)
+            rows, weights, ids = _ops(self).send(
+                x, topk_weights, topk_ids, tensors, numbers, self.ep.name, self.ep.timeout
+            )
+            return Pending.done(self.expert_input(rows, ids, weights, made))
+
+        link = _Link(
+            lambda rows: self.send(rows, made, self.ep, f"layer {self.layer!r}, dispatch"),
+            lambda rows: self.give_back(rows, made, self.ep, f"layer {self.layer!r}, backward of dispatch"),
+            topk_ids,
+        )
+        token = _Launch.apply(link, x, topk_weights)
+
+        def finish() -> ExpertInput:
+            values, weights = _Wait.apply(link, token)
+            assert link.received_ids is not None
+            return self.expert_input(values, link.received_ids, weights, made)
+
+        return Pending(finish)
+
+    def combine_async(self, rows: Tensor, handle: Layout) -> Pending[Tensor]:
+        compiling = torch.compiler.is_compiling()
+        if rows.dim() != 2 or (not compiling and rows.shape[0] != handle.num_rows):
+            raise ValueError(
+                f"layer {self.layer!r}: combine takes one row per row dispatched, [{handle.num_rows}, H], "
+                f"got {tuple(rows.shape)}"
+            )
+        if compiling:
+            tensors, numbers = self.pack_layout(handle)
+            return Pending.done(_ops(self).give_back(rows, tensors, numbers, self.ep.name, self.ep.timeout))
+
+        link = _Link(
+            lambda rows: self.give_back(rows, handle, self.ep, f"layer {self.layer!r}, combine"),
+            lambda rows: self.send(rows, handle, self.ep, f"layer {self.layer!r}, backward of combine"),
+            None,
+        )
+        token = _Launch.apply(link, rows, None)
+        return Pending(lambda: _Wait.apply(link, token)[0])
+
+
+class CompiledOps(NamedTuple):
+    """`send` and `give_back` as `torch.library` ops that return when the rows have arrived."""
+
+    send: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    give_back: Callable[..., Tensor]
+
+
+_OPS: dict[str, CompiledOps] = {}  # filled once per dispatcher class, at import
+
+
+def _ops(dispatcher: ExchangeDispatcher) -> CompiledOps:
+    return _OPS[dispatcher.name]
+
+
+def register_ops(cls: type[ExchangeDispatcher]) -> type[ExchangeDispatcher]:
+    """Class decorator: defines `epmoe::<name>_send`, `_give_back` and their adjoints.
+
+    Inside a compiled graph a movement is one op with a fake and a backward: nothing to break the graph at, and no
+    buffer that inductor could reuse while it is in flight. Overlap within the graph is what this form gives up.
+    """
+    name = cls.name
+
+    def prepare(tensors: list[Tensor], numbers: list[int], group: str, timeout: float) -> tuple[Layout, EPGroup]:
+        return cls.unpack_layout(tensors, numbers), EPGroup.from_name(group, timeout)
+
+    @torch.library.custom_op(f"epmoe::{name}_send", mutates_args=())
+    def send(
+        values: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        tensors: list[Tensor],
+        numbers: list[int],
+        group: str,
+        timeout: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        layout, ep = prepare(tensors, numbers, group, timeout)
+        rows = cls.send(Rows(values, weights, ids), layout, ep, f"{name} dispatch in a compiled graph")()
+        assert rows.weights is not None and rows.ids is not None
+        return rows.values.contiguous(), rows.weights.contiguous(), rows.ids.contiguous()
+
+    @send.register_fake
+    def _(values, weights, ids, tensors, numbers, group, timeout):  # type: ignore[no-untyped-def]
+        rows = numbers[1]
+        return tuple(part.new_empty((rows, part.shape[1])) for part in (values, weights, ids))
+
+    @torch.library.custom_op(f"epmoe::{name}_send_values", mutates_args=())
+    def send_values(values: Tensor, tensors: list[Tensor], numbers: list[int], group: str, timeout: float) -> Tensor:
+        layout, ep = prepare(tensors, numbers, group, timeout)
+        rows = cls.send(Rows(values, None, None), layout, ep, f"{name} backward of combine in a compiled graph")()
+        return rows.values.contiguous()
+
+    @send_values.register_fake
+    def _(values, tensors, numbers, group, timeout):  # type: ignore[no-untyped-def]
+        return values.new_empty((numbers[1], values.shape[1]))
+
+    @torch.library.custom_op(f"epmoe::{name}_give_back", mutates_args=())
+    def give_back(values: Tensor, tensors: list[Tensor], numbers: list[int], group: str, timeout: float) -> Tensor:
+        layout, ep = prepare(tensors, numbers, group, timeout)
+        return cls.give_back(Rows(values, None, None), layout, ep, f"{name} combine in a compiled graph")().values
+
+    @give_back.register_fake
+    def _(values, tensors, numbers, group, timeout):  # type: ignore[no-untyped-def]
+        return values.new_empty((numbers[0], values.shape[1]))
+
+    @torch.library.custom_op(f"epmoe::{name}_give_back_gradient", mutates_args=())
+    def give_back_gradient(
+        values: Tensor, weights: Tensor, tensors: list[Tensor], numbers: list[int], group: str, timeout: float
+    ) -> tuple[Tensor, Tensor]:
+        layout, ep = prepare(tensors, numbers, group, timeout)
+        rows = cls.give_back(
+            Rows(values, weights, None), layout, ep, f"{name} backward of dispatch in a compiled graph"
+        )()
+        assert rows.weights is not None
+        return rows.values, rows.weights
+
+    @give_back_gradient.register_fake
+    def _(values, weights, tensors, numbers, group, timeout):  # type: ignore[no-untyped-def]
+        return tuple(part.new_empty((numbers[0], part.shape[1])) for part in (values, weights))
+
+    def keep_after_send(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        *_, tensors, ctx.numbers, ctx.group, ctx.timeout = inputs
+        ctx.save_for_backward(*tensors)
+
+    def send_backward(ctx: Any, values: Tensor, weights: Tensor, _: Any) -> tuple[Any, ...]:
+        gradient = give_back_gradient(
+            values, weights, list(ctx.saved_tensors), ctx.numbers, ctx.group, ctx.timeout
+        )
+        return *gradient, None, [None] * len(ctx.saved_tensors), None, None, None
+
+    def give_back_backward(ctx: Any, values: Tensor) -> tuple[Any, ...]:
+        gradient = send_values(values, list(ctx.saved_tensors), ctx.numbers, ctx.group, ctx.timeout)
+        return gradient, [None] * len(ctx.saved_tensors), None, None, None
+
+    send.register_autograd(send_backward, setup_context=keep_after_send)
+    give_back.register_autograd(give_back_backward, setup_context=keep_after_send)
+    _OPS[name] = CompiledOps(send, give_back)
+    return cls
