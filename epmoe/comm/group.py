@@ -81,7 +81,7 @@ class EPGroup:
     @classmethod
     def from_name(cls, name: str, timeout: float) -> EPGroup:
         """The group of an existing communicator, by its `torch.distributed` name: what compiled graphs carry."""
-        return cls(dist.distributed_c10d._resolve_process_group(name), timeout=timeout)
+        return cls(dist.distributed_c10d._resolve_process_group(name), timeout=timeout)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         return f"EPGroup(rank {self.rank} of {self.num_ranks}, {self.backend}, {self.device}, {self.name!r})"
@@ -89,8 +89,8 @@ class EPGroup:
     def error(self, operation: str, why: str) -> PeerError:
         """The error for a wait that failed: names rank, group, operation (which names the layer) and the way out."""
         return PeerError(
-            f"rank {self.rank} of {self.num_ranks} (group {self.name!r}, {self.backend}): {operation}: {why}. A peer has "
-            f"died, runs other code, or is slower than the limit: look at the other ranks' output first; raise "
+            f"rank {self.rank} of {self.num_ranks} (group {self.name!r}, {self.backend}): {operation}: {why}. A peer "
+            f"has died, runs other code, or is slower than the limit: look at the other ranks' output first; raise "
             f"EPGroup(timeout={self.timeout:g}) if they were only slow"
         )
 
@@ -118,8 +118,8 @@ class EPGroup:
             return values
         if torch.cuda.is_current_stream_capturing():
             raise ValueError(
-                f"{operation}: this dispatcher reads counts on the host, so it can't be captured in a CUDA graph; capture "
-                "the parts around the layer, or use a dispatcher whose capabilities say cuda_graph"
+                f"{operation}: this dispatcher reads counts on the host, so it can't be captured in a CUDA graph; "
+                "capture the parts around the layer, or use a dispatcher whose capabilities say cuda_graph"
             )
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         host.copy_(values, non_blocking=True)
@@ -137,7 +137,8 @@ class EPGroup:
     def all_to_all_async(
         self, buffer: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int], *, out: Tensor | None = None
     ) -> tuple[Tensor, dist.Work]:
-        """Sends `buffer[sum(send_rows), ...]`, split by rank; the result has `sum(receive_rows)` rows once waited for."""
+        """Sends `buffer[sum(send_rows), ...]`, split by rank; once waited for, the result has
+        `sum(receive_rows)` rows."""
         if out is None:
             out = buffer.new_empty((sum(receive_rows), *buffer.shape[1:]))
         work = dist.all_to_all_single(

@@ -1,8 +1,9 @@
 """`all_gather`: every rank gets every token, runs its own experts on them, and gets the sums of its own tokens back.
 
-The number of bytes does not depend on the routing, and a token reaches a rank even if no expert there wants it: right for
-few tokens, small groups and K near R; `all_to_all` moves less otherwise. The way back is a reduce-scatter done as an
-equal all-to-all whose parts are summed in fp32 in rank order, so the result does not depend on the library's algorithm.
+The number of bytes does not depend on the routing, and a token reaches a rank even if no expert there wants it: right
+for few tokens, small groups and K near R; `all_to_all` moves less otherwise. The way back is a reduce-scatter done as
+an equal all-to-all whose parts are summed in fp32 in rank order, so the result does not depend on the library's
+algorithm.
 
 M tokens on this rank, C = the largest M of any rank (shorter ranks are padded with rows that no expert wants), T = R·C.
 """
@@ -22,7 +23,8 @@ from epmoe.dispatch.exchange import ExchangeDispatcher, Flight, Rows, register_o
 
 @dataclasses.dataclass(frozen=True)
 class AllGatherLayout(Layout):
-    """`capacity` is C; `send_index [C]` are this rank's tokens and then -1; `slot [M, R]` where each token's parts land."""
+    """`capacity` is C; `send_index [C]` are this rank's tokens and then -1; `slot [M, R]` where each token's parts
+    land."""
 
     capacity: int
     send_index: Tensor
@@ -106,4 +108,3 @@ class AllGatherDispatcher(ExchangeDispatcher):
         assert isinstance(handle, AllGatherLayout)
         each_way = (self.ep.num_ranks - 1) * handle.capacity * row_bytes
         return each_way, each_way
-

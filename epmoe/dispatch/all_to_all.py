@@ -1,7 +1,7 @@
 """`all_to_all`: each token goes once to each rank that owns one of its experts, and comes back as one reduced row.
 
-Sizes vary with the routing, so the ranks first tell each other how many rows come: one small exchange and one wait of the
-host per layer, which a recomputation with the same layout does not repeat. Then one message per row: values, router
+Sizes vary with the routing, so the ranks first tell each other how many rows come: one small exchange and one wait of
+the host per layer, which a recomputation with the same layout does not repeat. Then one message per row: values, router
 weights and ids together. On the way back a token's parts are summed in fp32 in rank order.
 
 M tokens on this rank, S rows sent (token × destination), T rows received, R ranks, K experts per token, E experts.
@@ -26,8 +26,9 @@ from epmoe.dispatch.exchange import ExchangeDispatcher, Flight, Rows, register_o
 
 @dataclasses.dataclass(frozen=True)
 class AllToAllLayout(Layout):
-    """`send_index [S]` int32: the token of each row sent, by destination; `slot [M, R]` int32: where a token's row for a
-    rank lies among them, -1 if it has none; `rows [2, R]` int64 on the host: rows sent to and received from each rank."""
+    """`send_index [S]` int32: the token of each row sent, by destination; `slot [M, R]` int32: where a token's row for
+    a rank lies among them, -1 if it has none; `rows [2, R]` int64 on the host: rows sent to and received from each
+    rank."""
 
     send_index: Tensor
     slot: Tensor
@@ -63,7 +64,8 @@ def destinations(topk_ids: Tensor, owner: Tensor, num_ranks: int) -> tuple[Tenso
 def all_to_all_layout(
     topk_ids: Tensor, owner: Tensor, group: str, timeout: float, operation: str
 ) -> tuple[Tensor, Tensor, Tensor, int, int]:
-    """`(send_index [S], slot [M, R], rows [2, R] on the host, T, pairs received)`: one exchange, one wait of the host."""
+    """`(send_index [S], slot [M, R], rows [2, R] on the host, T, pairs received)`: one exchange, one wait of
+    the host."""
     ep = EPGroup.from_name(group, timeout)
     send_index, slot, counts = destinations(topk_ids, owner, ep.num_ranks)
     one_each = [1] * ep.num_ranks
@@ -130,7 +132,8 @@ class AllToAllDispatcher(ExchangeDispatcher):
 
     @staticmethod
     def unpack_layout(tensors: Sequence[Tensor], numbers: Sequence[int]) -> AllToAllLayout:
-        return AllToAllLayout(*numbers, *tensors)
+        tokens, received, pairs = numbers
+        return AllToAllLayout(tokens, received, pairs, *tensors)
 
     def wire_bytes(self, handle: Layout, row_bytes: int) -> tuple[int, int]:
         assert isinstance(handle, AllToAllLayout)

@@ -5,7 +5,8 @@
 Both verbs have an async form that returns `Pending`. State travels in `ExpertInput.handle`; a dispatcher keeps none, so
 any number of layers, microbatches and recomputations may be in flight. Backward of each verb moves rows as the other.
 
-M tokens on this rank, T rows this rank received, H hidden size, K experts per token, E logical experts, L local experts.
+M tokens on this rank, T rows this rank received, H hidden size, K experts per token, E logical experts, L local
+experts.
 """
 
 from __future__ import annotations
@@ -156,9 +157,7 @@ class Dispatcher(ABC):
 
     def expert_input(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, handle: Layout) -> ExpertInput:
         """Puts what arrived beside this rank's expert map."""
-        return ExpertInput(
-            x, topk_ids, topk_weights, self.expert_map, self.num_local, handle.max_assignments, handle
-        )
+        return ExpertInput(x, topk_ids, topk_weights, self.expert_map, self.num_local, handle.max_assignments, handle)
 
     def check(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
         """Raises `ValueError` for shapes, dtypes, devices or strides that can't be dispatched."""
@@ -179,5 +178,3 @@ class Dispatcher(ABC):
         for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
             if tensor.device != self.owner.device:
                 raise ValueError(f"{where}{name} is on {tensor.device}, the layer on {self.owner.device}")
-
-

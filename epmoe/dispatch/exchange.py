@@ -1,7 +1,8 @@
-"""What the collective dispatchers share: differentiable launch and wait, and the same as opaque ops for `torch.compile`.
+"""What the collective dispatchers share: differentiable launch and wait, and the same as opaque ops for
+`torch.compile`.
 
-A dispatcher of this kind knows two movements: `send` (tokens to ranks, [M,·] -> [T,·]) and `give_back` (ranks to tokens,
-[T,·] -> [M,·], summed over ranks). They are each other's adjoint, so four uses cover everything:
+A dispatcher of this kind knows two movements: `send` (tokens to ranks, [M,·] -> [T,·]) and `give_back` (ranks to
+tokens, [T,·] -> [M,·], summed over ranks). They are each other's adjoint, so four uses cover everything:
 
     dispatch  forward = send       backward = give_back
     combine   forward = give_back  backward = send
@@ -46,7 +47,7 @@ class Rows(NamedTuple):
         return row_layout(self.values.shape[1], self.values.dtype, sum(self.words)).row_bytes
 
     def pack(self, index: Tensor | None) -> Tensor:
-        """Messages `[S, bytes]` of rows `index [S]` (all of them if None); an index of -1 makes a row without experts."""
+        """Messages `[S, bytes]` of rows `index [S]` (None: all); an index of -1 makes a row without experts."""
         words = [] if self.weights is None else [self.weights.contiguous().view(torch.int32)]
         words += [] if self.ids is None else [self.ids]
         return pack_rows(self.values, torch.cat(words, dim=1) if words else None, index)
@@ -274,9 +275,7 @@ def register_ops(cls: type[ExchangeDispatcher]) -> type[ExchangeDispatcher]:
         ctx.save_for_backward(*tensors)
 
     def send_backward(ctx: Any, values: Tensor, weights: Tensor, _: Any) -> tuple[Any, ...]:
-        gradient = give_back_gradient(
-            values, weights, list(ctx.saved_tensors), ctx.numbers, ctx.group, ctx.timeout
-        )
+        gradient = give_back_gradient(values, weights, list(ctx.saved_tensors), ctx.numbers, ctx.group, ctx.timeout)
         return *gradient, None, [None] * len(ctx.saved_tensors), None, None, None
 
     def give_back_backward(ctx: Any, values: Tensor) -> tuple[Any, ...]:

@@ -108,7 +108,10 @@ def adjoint_products(rank: int, world: int, name: str, seed: int) -> list[float]
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("backend", "ranks"), BACKENDS)
 def test_dispatch_and_combine_are_adjoint_and_autograd_knows(backend: str, ranks: int, name: str, seed: int) -> None:
-    sums = [sum(parts) for parts in zip(*run_ranks(adjoint_products, ranks, args=(name, seed), backend=backend), strict=True)]
+    sums = [
+        sum(parts)
+        for parts in zip(*run_ranks(adjoint_products, ranks, args=(name, seed), backend=backend), strict=True)
+    ]
     moved, returned, by_autograd, out_dout, y_dy, weights_out, weights_back = sums
     assert returned == pytest.approx(moved, rel=1e-12, abs=1e-9)
     assert by_autograd == pytest.approx(moved, rel=1e-12, abs=1e-9)
@@ -210,7 +213,12 @@ def test_a_rank_that_lags_becomes_an_error_within_the_deadline(name: str) -> Non
     with pytest.raises(RankFailed) as failure:
         run_ranks(one_rank_lags, 2, args=(name, "lags"), timeout=40)
     message = str(failure.value)
-    assert "as it should" in message and "rank 0 of 2" in message and "exchange of" in message and "blocks.3.moe" in message, message
+    assert (
+        "as it should" in message
+        and "rank 0 of 2" in message
+        and "exchange of" in message
+        and "blocks.3.moe" in message
+    ), message
 
 
 def one_rank_dies(rank: int, world: int, name: str) -> str:

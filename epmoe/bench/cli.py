@@ -1,0 +1,197 @@
+"""`epmoe bench`: a command per bench, and `table`, which fills README from the records.
+
+Options that take several values take them with commas; every combination is a case, and all cases run in one start of
+the ranks. Each is printed and recorded when it is done, so that a run that is cut off keeps what it has.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from epmoe.bench.dispatch_combine import DispatchCombineCase, measure_dispatch_combine
+from epmoe.bench.layer import LayerCase, measure_layer
+from epmoe.bench.records import RESULTS, Record
+from epmoe.bench.routed_mlp import RoutedMLPCase, measure_routed_mlp
+from epmoe.bench.session import Measure, Settings, run_bench
+from epmoe.bench.table import all_tables, rendered, tables
+from epmoe.testing import RankFailed, RanksTimedOut
+
+bench_app = typer.Typer(help="Measure, beside a floor and a peer of the same run.", no_args_is_help=True)
+
+Shapes = Annotated[str, typer.Option(help="Names from epmoe/bench/shapes.py.")]
+TokensPerRank = Annotated[str, typer.Option(help="Tokens per rank.")]
+Ranks = Annotated[int, typer.Option(min=1, help="Processes, one GPU each.")]
+Modes = Annotated[str, typer.Option(help="infer (forward) or train (forward and backward).")]
+Dispatchers = Annotated[str, typer.Option(help="auto, all_to_all or all_gather.")]
+ExpertsNames = Annotated[str, typer.Option(help="grouped, torch_grouped, reference or auto.")]
+Routings = Annotated[str, typer.Option(help="uniform or zipf:EXPONENT.")]
+Out = Annotated[Path | None, typer.Option(help="Folder of the records; default: epmoe/bench/results, none for CPU.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Few repetitions: to see that it works.")]
+Device = Annotated[str, typer.Option(help="auto, cuda or cpu.")]
+Timeout = Annotated[float, typer.Option(help="Seconds for all cases together.")]
+
+TIMEOUT = 540.0
+
+
+@bench_app.command("layer")
+def layer(
+    shape: Shapes = "qwen3-30b",
+    tokens: TokensPerRank = "8192",
+    ranks: Ranks = 2,
+    mode: Modes = "infer,train",
+    dispatcher: Dispatchers = "all_to_all",
+    experts: ExpertsNames = "grouped",
+    routing: Routings = "uniform",
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "auto",
+    timeout: Timeout = TIMEOUT,
+) -> None:
+    """The routed path without the router: dispatch, experts, combine."""
+    cases = _cases(
+        LayerCase,
+        shape=_values(shape),
+        dispatcher=_values(dispatcher),
+        ranks=[ranks],
+        tokens=_numbers(tokens),
+        mode=_values(mode),
+        experts=_values(experts),
+        routing=_values(routing),
+    )
+    _run(measure_layer, cases, ranks, out, quick, device, timeout)
+
+
+@bench_app.command("routed_mlp")
+def routed_mlp(
+    shape: Shapes = "qwen3-30b",
+    tokens: TokensPerRank = "1,16,64,128,512,4096,16384",
+    mode: Modes = "infer",
+    experts: ExpertsNames = "grouped",
+    routing: Routings = "uniform",
+    scheme: Annotated[str, typer.Option(help="bf16.")] = "bf16",
+    graph: Annotated[bool, typer.Option("--graph", help="Replay each call as a CUDA graph; infer only.")] = False,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "auto",
+    timeout: Timeout = TIMEOUT,
+) -> None:
+    """The experts of one GPU: sort, GEMM1, activation, GEMM2, weighted sum."""
+    cases = _cases(
+        RoutedMLPCase,
+        scheme=_values(scheme),
+        shape=_values(shape),
+        tokens=_numbers(tokens),
+        mode=_values(mode),
+        experts=_values(experts),
+        routing=_values(routing),
+        graph=[graph],
+    )
+    _run(measure_routed_mlp, cases, 1, out, quick, device, timeout)
+
+
+@bench_app.command("dispatch_combine")
+def dispatch_combine(
+    shape: Shapes = "deepseek-v3",
+    tokens: TokensPerRank = "8,128,1024,4096,8192",
+    ranks: Ranks = 2,
+    dispatcher: Dispatchers = "all_to_all",
+    routing: Routings = "uniform",
+    profile: Annotated[str, typer.Option(help="collective.")] = "collective",
+    scheme: Annotated[str, typer.Option(help="bf16.")] = "bf16",
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "auto",
+    timeout: Timeout = TIMEOUT,
+) -> None:
+    """Rows to their experts' ranks and back, with nothing computed there."""
+    cases = _cases(
+        DispatchCombineCase,
+        shape=_values(shape),
+        dispatcher=_values(dispatcher),
+        profile=_values(profile),
+        scheme=_values(scheme),
+        ranks=[ranks],
+        tokens=_numbers(tokens),
+        routing=_values(routing),
+    )
+    _run(measure_dispatch_combine, cases, ranks, out, quick, device, timeout)
+
+
+@bench_app.command("table")
+def table(
+    check: Annotated[bool, typer.Option("--check", help="Change nothing; fail if README is not up to date.")] = False,
+    readme: Annotated[Path, typer.Option(help="The file with the markers.")] = RESULTS.parents[2] / "README.md",
+    results: Annotated[Path, typer.Option(help="Folder of the records.")] = RESULTS,
+) -> None:
+    """Write README's figures anew from the records."""
+    console = _console()
+    made = all_tables(results)
+    for one in made:
+        console.print(one.rich())
+    try:
+        old = readme.read_text()
+        new = rendered(old, made)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{readme}: {error}", param_hint="--readme") from error
+    if check and new != old:
+        console.print(f"{readme} is not up to date: run `epmoe bench table`")
+        raise typer.Exit(1)
+    if not check:
+        readme.write_text(new)
+
+
+def _run(
+    measure: Measure, cases: Sequence[Any], ranks: int, out: Path | None, quick: bool, device: str, timeout: float
+) -> None:
+    console = _console()
+    cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
+    if out is None and cuda:
+        out = RESULTS
+    settings = Settings(*(2, 5) if quick else (5, 30), out=None if out is None else str(out.resolve()))
+    try:
+        measured: list[Record] = run_bench(measure, cases, ranks, settings, device=device, timeout=timeout)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except (RankFailed, RanksTimedOut) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    devices = f"{ranks} × {measured[0]['device']}"
+    for one in tables(measured, devices):
+        console.print(one.rich())
+    console.print(f"recorded in {out}" if out is not None else "not recorded: give --out DIR to keep figures of a CPU")
+
+
+def _cases(kind: Callable[..., Any], **fields: list[Any]) -> list[Any]:
+    """One case for every combination of the fields' values, the last field varying fastest."""
+    try:
+        return [kind(**dict(zip(fields, values, strict=True))) for values in itertools.product(*fields.values())]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _values(option: str) -> list[str]:
+    values = [value.strip() for value in option.split(",")]
+    if not all(values):
+        raise typer.BadParameter(f"{option!r}: must be one value, or several with commas")
+    return values
+
+
+def _numbers(option: str) -> list[int]:
+    values = _values(option)
+    for value in values:
+        if not value.isdecimal() or int(value) < 1:
+            raise typer.BadParameter(f"tokens={value!r}: must be a whole number above 0")
+    return [int(value) for value in values]
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    # a pipe has no width of its own, and rich would cut the columns to 80
+    return console if console.is_terminal else Console(highlight=False, width=240)

@@ -1,0 +1,126 @@
+"""Tables of records: for README, between its two markers, and for the terminal.
+
+One table per bench and results file. Keys of the cases that have one value throughout stand in the caption, the others
+are columns; then come time, floor, rates and each peer with how many times as long it took.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table as RichTable
+
+from epmoe.bench.records import Record, load
+
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+_BENCHES = ("layer", "routed_mlp", "dispatch_combine", "grouped_gemm", "overlap")  # in this order, others behind
+_KNOWN = {
+    *("bench", "case", "median_us", "floor_us", "tflops", "gb_s", "wire_bytes", "peers"),
+    *("commit", "date", "torch", "triton", "device"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A title, a caption, and cells as text; columns from `first_number` on are numbers."""
+
+    title: str
+    caption: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    first_number: int
+
+    def markdown(self) -> str:
+        """As README shows it."""
+        rule = ["---:" if column >= self.first_number else "---" for column in range(len(self.header))]
+        lines = ["| " + " | ".join(cells) + " |" for cells in (self.header, rule, *self.rows)]
+        return "\n".join([f"**{self.title}**", "", self.caption, "", *lines])
+
+    def rich(self) -> RichTable:
+        """As the terminal shows it."""
+        table = RichTable(title=self.title, caption=self.caption, title_justify="left", caption_justify="left")
+        for column, name in enumerate(self.header):
+            table.add_column(name, justify="right" if column >= self.first_number else "left", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+
+def tables(records: Sequence[Record], devices: str) -> list[Table]:
+    """One table per bench. `devices` names what they were measured on, as `2 × NVIDIA H200`."""
+    benches = {record["bench"]: None for record in records}
+    known = [bench for bench in _BENCHES if bench in benches]
+    return [
+        _table(bench, [record for record in records if record["bench"] == bench], devices)
+        for bench in (*known, *sorted(set(benches) - set(known)))
+    ]
+
+
+def _table(bench: str, records: Sequence[Record], devices: str) -> Table:
+    keys = list(dict.fromkeys(key for record in records for key in record["case"]))
+    values = {key: [record["case"].get(key) for record in records] for key in keys}
+    fixed = {key for key in keys if len(records) > 1 and len(set(values[key])) == 1}
+    shown = [key for key in keys if key not in fixed]
+    numbers = [("epmoe µs", "median_us", 1), ("floor µs", "floor_us", 1), ("TFLOP/s", "tflops", 0), ("GB/s", "gb_s", 0)]
+    extra = sorted({name for r in records for name, v in r.items() if name not in _KNOWN and _is_number(v)})
+    numbers += [(name.removesuffix("_us") + " µs" if name.endswith("_us") else name, name, 1) for name in extra]
+    numbers = [column for column in numbers if any(column[1] in record for record in records)]
+    peers = list(dict.fromkeys(name for record in records for name in record["peers"]))
+
+    rows = []
+    for record in sorted(records, key=lambda r: [_order(r["case"].get(key)) for key in shown]):
+        cells = [_text(record["case"].get(key)) for key in shown]
+        cells += [_number(record.get(name), digits) for _, name, digits in numbers]
+        for peer in peers:
+            time = record["peers"].get(peer)
+            cells.append("" if time is None else f"{_number(time, 1)} ({time / record['median_us']:.2f}×)")
+        rows.append(tuple(cells))
+    constants = [f"{key} {_text(values[key][0])}" for key in keys if key in fixed]
+    sources = [", ".join(sorted({str(record[name]) for record in records})) for name in ("torch", "triton", "commit")]
+    caption = "; ".join([*constants, "torch {}, triton {}, commit {}".format(*sources)])
+    header = (*shown, *(title for title, _, _ in numbers), *(f"{peer} µs" for peer in peers))
+    return Table(f"`{bench}` on {devices}", caption, header, tuple(rows), len(shown))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def _order(value: object) -> tuple[int, float, str]:
+    return (0, float(value), "") if isinstance(value, (int, float)) else (1, 0.0, _text(value))
+
+
+def _number(value: float | None, digits: int) -> str:
+    """Thousands apart, and no decimals that nobody reads."""
+    if value is None:
+        return ""
+    return f"{value:,.{digits if value < 100 else 0}f}"
+
+
+def all_tables(results: Path) -> list[Table]:
+    """The tables of every `<device>-x<count>.json` in the folder `results`, by file name."""
+    made = []
+    for path in sorted(results.glob("*-x*.json")):
+        if records := load(path):
+            made += tables(records, f"{path.stem.rpartition('-x')[2]} × {records[0]['device']}")
+    return made
+
+
+def rendered(readme: str, made: Sequence[Table]) -> str:
+    """`readme` with the text between its markers replaced by `made`.
+
+    Raises:
+        ValueError: the markers are missing, doubled, or the wrong way round.
+    """
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
+        raise ValueError(f"README must hold one line {BEGIN} and, after it, one line {END}")
+    before, rest = readme.split(BEGIN)
+    after = rest.split(END)[1]
+    body = "\n\n".join(table.markdown() for table in made) or "No records yet."
+    return f"{before}{BEGIN}\n\n{body}\n\n{END}{after}"

@@ -1,0 +1,145 @@
+"""The benches run for real on CPU: cases, figures, and the refusal to time what computes something else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from epmoe import EPGroup, simulated
+from epmoe.bench import layer, problem, routed_mlp
+from epmoe.bench.cli import bench_app
+from epmoe.bench.layer import LayerCase, measure_layer
+from epmoe.bench.problem import make_tokens, make_weights
+from epmoe.bench.records import load
+from epmoe.bench.session import Session, Settings
+from epmoe.bench.shapes import named_shape
+from epmoe.testing import RankFailed, run_ranks
+
+TINY = named_shape("tiny")
+
+
+def bench(tmp_path, *arguments, device="cpu"):
+    result = CliRunner().invoke(
+        bench_app, [*arguments, "--quick", "--device", device, "--out", str(tmp_path), "--timeout", "100"]
+    )
+    assert result.exit_code == 0, f"{result.output}\n{result.exception!r}"
+    return [record for path in tmp_path.iterdir() for record in load(path)]
+
+
+def rows_sent(tokens, rank, ranks=2):
+    """(token, other rank) pairs: rows that leave `rank`, counted by sets."""
+    ids = simulated.uniform(TINY.num_experts, TINY.top_k, 1 + rank)(torch.empty(tokens, 1)).topk_ids.tolist()
+    share = TINY.num_experts // ranks
+    return sum(len({e // share for e in row} - {rank}) for row in ids)
+
+
+def test_layer_measures_every_combination_and_counts_its_flops_and_bytes(tmp_path):
+    options = ["--tokens", "5,24", "--mode", "infer,train", "--dispatcher", "all_to_all,all_gather"]
+    records = bench(tmp_path, "layer", "--shape", "tiny", "--ranks", "2", *options)
+    cases = {(r["case"]["dispatcher"], r["case"]["tokens"], r["case"]["mode"]): r for r in records}
+    assert len(records) == len(cases) == 8
+    h, i, k = 64, 32, 2
+    dispatch_row, row = h * 2 + 16, h * 2  # bf16 values; K weights and K ids of 4 bytes
+    for (dispatcher, tokens, mode), record in cases.items():
+        assert (
+            record["case"].items() >= {"shape": "tiny", "ranks": 2, "experts": "grouped", "routing": "uniform"}.items()
+        )
+        rows = tokens if dispatcher == "all_gather" else max(rows_sent(tokens, 0), rows_sent(tokens, 1))
+        steps = {"dispatch": rows * dispatch_row, "combine": rows * row}
+        if mode == "train":
+            steps |= {"combine_backward": rows * row, "dispatch_backward": rows * (row + 16)}
+        assert record["wire_bytes_by_step"] == steps and record["wire_bytes"] == sum(steps.values())
+        assert TINY.flops(tokens, mode) == 6 * tokens * k * h * i * (3 if mode == "train" else 1)
+        assert 0 < record["floor_us"] and 0 < record["median_us"] and record["peers"].keys() == {layer.PEER}
+
+
+def test_routed_mlp_measures_against_torch_with_names_chosen_by_auto_resolved(tmp_path):
+    options = ["--tokens", "3,16", "--mode", "infer,train", "--experts", "auto", "--routing", "zipf:1.0"]
+    records = bench(tmp_path, "routed_mlp", "--shape", "tiny", *options)
+    assert [(r["case"]["tokens"], r["case"]["mode"]) for r in records] == [
+        *((3, "infer"), (16, "infer"), (3, "train"), (16, "train"))
+    ]
+    for record in records:
+        assert record["case"]["experts"] == "reference" and "graph" not in record["case"]
+        assert record["peers"].keys() == {routed_mlp.PEER} and "wire_bytes" not in record
+
+
+def test_dispatch_combine_measures_both_dispatchers_against_a_bare_exchange_of_their_bytes(tmp_path):
+    options = ["--shape", "tiny", "--ranks", "2", "--tokens", "12", "--dispatcher", "all_to_all,all_gather"]
+    gather, exchange = bench(tmp_path, "dispatch_combine", *options)
+    assert (gather["case"]["dispatcher"], exchange["case"]["dispatcher"]) == ("all_gather", "all_to_all")
+    assert gather["wire_bytes"] == 12 * (2 * 64 * 2 + 16)
+    assert exchange["wire_bytes"] == max(rows_sent(12, 0), rows_sent(12, 1)) * (2 * 64 * 2 + 16)
+    for record in (gather, exchange):
+        assert 0 < record["dispatch_us"] and record["peers"].keys() == {"nccl_all_to_all"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["layer", "--shape", "huge"], "shape='huge'"),
+        (["layer", "--tokens", "0"], "tokens='0'"),
+        (["layer", "--mode", "train,,infer"], "train,,infer"),
+        (["layer", "--device", "tpu"], "device='tpu'"),
+        (["layer", "--ranks", "3"], "ranks=3"),
+        (["layer", "--dispatcher", "fast"], "dispatcher='fast'"),
+        (["layer", "--experts", "fast"], "experts='fast'"),
+        (["layer", "--routing", "zipf"], "routing='zipf'"),
+        (["routed_mlp", "--mode", "train", "--graph"], "graph=True"),
+        (["routed_mlp", "--scheme", "int3"], "scheme='int3'"),
+        (["dispatch_combine", "--ranks", "1"], "ranks=1"),
+    ],
+)
+def test_a_mistake_is_named_before_any_rank_starts(arguments, message, monkeypatch):
+    monkeypatch.setattr("epmoe.bench.session.run_ranks", lambda *a, **k: pytest.fail("ranks were started"))
+    result = CliRunner().invoke(bench_app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
+    assert result.exit_code == 2 and message in result.output
+
+
+def measure_with_a_wrong_peer(rank, world_size):
+    right = layer.all_to_all_grouped_mm
+    layer.all_to_all_grouped_mm = lambda *a: right(*a) * (1.05 if rank == 1 else 1.0)
+    measure_layer(LayerCase("tiny", "all_to_all", world_size, 8, "infer", "grouped"), Session(Settings(0, 1)))
+
+
+def test_a_peer_that_disagrees_on_one_rank_stops_the_bench():
+    with pytest.raises(RankFailed, match=r"disagree, so nothing was timed: output 4\.\d+e-02 > 0.01"):
+        run_ranks(measure_with_a_wrong_peer, 2)
+
+
+def check_spoiled_outcomes(rank, world_size):
+    ep = EPGroup(timeout=30)
+    weights = make_weights(TINY, ep)
+    tokens = make_tokens(TINY, ep, 12, "uniform")
+    made = problem.Problem(**vars(tokens), weights=weights)
+    outcome = made.call(made.kernel("all_to_all", "reference")[1], "train")()
+    problem.check_reference(outcome, made)
+    refused = []
+    for part, name in enumerate(problem.OUTCOMES[:3]):
+        spoiled = list(outcome)
+        spoiled[part] = outcome[part].clone()
+        if rank == 1:
+            spoiled[part][3] = float("nan") if part == 0 else -spoiled[part][3]
+        try:
+            problem.check_reference(tuple(spoiled), made)
+        except RuntimeError as error:
+            refused.append(name in str(error))
+    return refused
+
+
+def test_an_output_or_gradient_unlike_float64_is_refused_on_every_rank():
+    assert run_ranks(check_spoiled_outcomes, 2) == [[True] * 3] * 2
+
+
+@pytest.mark.gpu
+def test_routed_mlp_runs_on_a_gpu_also_as_a_graph(tmp_path):
+    records = bench(tmp_path, "routed_mlp", "--shape", "tiny", "--tokens", "16", "--graph", device="cuda")
+    records += bench(tmp_path, "routed_mlp", "--shape", "tiny", "--tokens", "16", "--mode", "train", device="cuda")
+    assert records[0]["case"]["graph"] is True
+
+
+@pytest.mark.gpu2
+def test_layer_and_dispatch_combine_run_on_two_gpus(tmp_path):
+    bench(tmp_path, "layer", "--shape", "tiny", "--ranks", "2", "--tokens", "64", device="cuda")
+    bench(tmp_path, "dispatch_combine", "--shape", "tiny", "--ranks", "2", "--tokens", "64", device="cuda")

@@ -1,0 +1,55 @@
+"""Medians: what they are medians of, that ranks report the slowest, and that calls take turns."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from epmoe import EPGroup
+from epmoe.bench.timing import Ceilings, interleaved_us, measure_ceilings, median_us
+from epmoe.testing import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def test_a_median_is_of_the_repeats_and_neither_of_the_warmup_nor_of_an_outlier():
+    naps = iter([0.05, 0.05, 0.002, 0.05, 0.002, 0.002, 0.002])
+    assert 2000 <= median_us(lambda: time.sleep(next(naps)), warmup=2, repeat=5, device=CPU) < 20_000
+    assert next(naps, None) is None
+
+
+def test_calls_take_turns_and_each_round_begins_with_another():
+    order = []
+    calls = {name: lambda name=name: order.append(name) for name in "abc"}
+    times = interleaved_us(calls, warmup=1, repeat=3, device=CPU)
+    assert "".join(order) == "abc" + "abc" + "bca" + "cab"
+    assert list(times) == ["a", "b", "c"] and all(value >= 0 for value in times.values())
+
+
+def test_a_graph_on_cpu_or_nothing_to_measure_is_refused():
+    with pytest.raises(ValueError, match="graph=True"):
+        median_us(lambda: None, warmup=0, repeat=1, device=CPU, graph=True)
+    with pytest.raises(ValueError, match="repeat=0"):
+        median_us(lambda: None, warmup=0, repeat=0, device=CPU)
+
+
+def test_a_floor_is_bytes_and_flops_over_ceilings():
+    ceilings = Ceilings(bf16_tflops=500.0, hbm_gb_s=4000.0, link_gb_s=400.0)
+    assert ceilings.compute_us(1e12) == pytest.approx(2000)  # 1 TFLOP at 500 TFLOP/s is 2 ms
+    assert ceilings.memory_us(4e9) == pytest.approx(1000)
+    assert ceilings.wire_us(4e8) == pytest.approx(1000)
+    assert Ceilings(1.0, 1.0, None).wire_us(0) == 0
+
+
+def sleeps_by_rank(rank, world_size):
+    ep = EPGroup(timeout=30)
+    ceilings = measure_ceilings(ep.device, ep)
+    return median_us(lambda: time.sleep(0.02 * rank), warmup=0, repeat=3, device=CPU, ep=ep), ceilings
+
+
+def test_every_rank_reports_the_slowest_rank_and_the_same_ceilings():
+    (first, ceilings), (second, others) = run_ranks(sleeps_by_rank, 2)
+    assert first == second and 20_000 <= first < 100_000
+    assert ceilings == others and ceilings.link_gb_s > 0 and ceilings.hbm_gb_s > 0 and ceilings.bf16_tflops > 0
