@@ -1,0 +1,42 @@
+"""epmoe: an expert-parallel Mixture-of-Experts layer for PyTorch that trains and serves."""
+
+from epmoe.comm import EPGroup, PeerError
+from epmoe.config import ACTIVATIONS, Activation, MoEConfig, RouterConfig
+from epmoe.dispatch import DISPATCHERS, Dispatcher, ExpertInput, Pending, make_dispatcher
+from epmoe.experts import EXPERTS, Experts, ExpertsSpec, ExpertWeights, select_experts
+from epmoe.kernel import KernelOutput, MoEKernel
+from epmoe.layer import MoELayer, SharedExperts
+from epmoe.placement import ExpertPlacement
+from epmoe.recompute import checkpoint, reuse_routing
+from epmoe.router import Router, Routing, route
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ACTIVATIONS",
+    "DISPATCHERS",
+    "EXPERTS",
+    "Activation",
+    "Dispatcher",
+    "EPGroup",
+    "ExpertInput",
+    "ExpertPlacement",
+    "ExpertWeights",
+    "Experts",
+    "ExpertsSpec",
+    "KernelOutput",
+    "MoEConfig",
+    "MoEKernel",
+    "MoELayer",
+    "PeerError",
+    "Pending",
+    "Router",
+    "RouterConfig",
+    "Routing",
+    "SharedExperts",
+    "checkpoint",
+    "make_dispatcher",
+    "reuse_routing",
+    "route",
+    "select_experts",
+]

@@ -1,0 +1,52 @@
+"""`reference`: the routed MLP as one reads it in a paper, a loop over experts in plain torch, in any dtype up to
+float64.
+
+Every other implementation is compared with this one. It is also what runs on CPU by default.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from epmoe.config import DTYPES
+from epmoe.dispatch.base import ExpertInput
+from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights, local_ids
+from epmoe.ops.activation import apply_activation
+
+
+class ReferenceExperts(Experts):
+    """One expert after another; autograd by torch. On a GPU it waits for the device once per expert."""
+
+    name = "reference"
+
+    @classmethod
+    def refusal(cls, spec: ExpertsSpec) -> str | None:
+        return None if spec.dtype in DTYPES else f"dtype={spec.dtype}: must be one of {', '.join(map(str, DTYPES))}"
+
+    def apply(self, rows: ExpertInput, weights: ExpertWeights) -> Tensor:
+        x = rows.x
+        activation = self.spec.activation
+        local = local_ids(rows)
+        precise = torch.promote_types(x.dtype, torch.float32)  # every step in between is in this precision
+        rows_of, slots_of, results = [], [], []
+        for expert in range(rows.num_local):
+            t, k = (local == expert).nonzero(as_tuple=True)  # also when there is none: its gradients are zeros then
+            scale = rows.topk_weights[t, k, None].to(precise)
+            row = x[t].to(precise)
+            bias1, bias2 = (
+                None if bias is None else bias[expert].to(precise) for bias in (weights.gate_up_bias, weights.down_bias)
+            )
+            h = F.linear(
+                row * scale if self.spec.weight_on_input else row, weights.gate_up_proj[expert].to(precise), bias1
+            )
+            h = apply_activation(h, activation.name, activation.alpha, activation.limit)
+            y = F.linear(h, weights.down_proj[expert].to(precise), bias2)
+            rows_of.append(t)
+            slots_of.append(k)
+            results.append(y if self.spec.weight_on_input else y * scale)
+        # one row per (row, k) pair, summed in the order of k
+        parts = x.new_zeros((*local.shape, x.shape[1]), dtype=precise)
+        parts = parts.index_put((torch.cat(rows_of), torch.cat(slots_of)), torch.cat(results))
+        return parts.sum(1).to(x.dtype)

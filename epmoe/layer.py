@@ -1,0 +1,332 @@
+"""`MoELayer`: the `nn.Module` that goes where a model's MoE block was.
+
+    x [..., H] ── router ──► Routing ── MoEKernel ──► routed [M, H]  (+ shared experts) ──► [..., H]
+
+With `latent_size` the routed experts work between `latent_down` and `latent_up`; router and shared experts see all of
+x. H hidden size, I expert intermediate size, E experts, L experts on this rank, M tokens, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from epmoe.comm import EPGroup
+from epmoe.config import DTYPES, Activation, MoEConfig
+from epmoe.dispatch import make_dispatcher
+from epmoe.experts import ExpertsSpec, ExpertWeights, select_experts
+from epmoe.kernel import MoEKernel
+from epmoe.ops.activation import apply_activation
+from epmoe.placement import ExpertPlacement
+from epmoe.recompute import current_tape
+from epmoe.router import Router, Routing, as_routing
+
+EXPERT_PARAMETERS = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
+
+
+class SharedExperts(nn.Module):
+    """S experts that see every token, summed; each optionally times sigmoid(x · gate).
+
+    Parameters: `gate_up_proj [S, 2I, H]` (`[S, I, H]` not gated), `down_proj [S, H, I]`, `gate [S, H]`.
+    """
+
+    gate: nn.Parameter | None
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: Activation,
+        gate: bool,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        width = intermediate_size * (2 if activation.gated else 1)
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, width, hidden_size, device=device, dtype=dtype))
+        self.down_proj = nn.Parameter(
+            torch.empty(num_experts, hidden_size, intermediate_size, device=device, dtype=dtype)
+        )
+        self.gate = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype)) if gate else None
+
+    def reset_parameters(self) -> None:
+        """Normal, std 1/√fan-in."""
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[M, H]` -> `[M, H]`."""
+        act = self.activation
+        gate_up_proj, down_proj = self.gate_up_proj.to(x.dtype), self.down_proj.to(x.dtype)  # differ under autocast
+        out = None
+        for expert in range(gate_up_proj.shape[0]):
+            h = apply_activation(F.linear(x, gate_up_proj[expert]), act.name, act.alpha, act.limit)
+            y = F.linear(h, down_proj[expert])
+            if self.gate is not None:
+                y = y * torch.sigmoid(F.linear(x, self.gate[expert : expert + 1].to(x.dtype)))
+            out = y if out is None else out + y
+        assert out is not None
+        return out
+
+
+class MoELayer(nn.Module):
+    """A Mixture-of-Experts layer whose routed experts are spread over the ranks of `ep`.
+
+    Parameters: `router.weight [E, H]`; this rank's experts `gate_up_proj [L, 2I, H]` (gate rows, then up rows; `[L, I,
+    H]` when the activation is not gated) and `down_proj [L, H, I]`, with `expert_bias` also `gate_up_bias`,
+    `down_bias`; `shared_experts.*`; `latent_down [latent, H]`, `latent_up [H, latent]`. `local_experts` are the logical
+    ids of the L.
+
+    Every rank of the group must call the layer the same number of times, in forward and in backward, also with zero
+    tokens. Expert gradients are sums over the tokens of all ranks: see `epmoe.integrations.gradients` for data
+    parallelism.
+
+    Args:
+        config: sizes and functions.
+        ep: the ranks that share the experts; None: all of them live here.
+        device, dtype: of the parameters; `device="meta"` builds without memory (`to_empty`, then `reset_parameters` or
+            `load_experts`).
+        router: a module or callable `f(x [M, H]) -> Routing | (topk_ids, topk_weights)` instead of `config.router`.
+        name: names the layer in errors and finds its place in a recomputation.
+
+    Raises:
+        ValueError: the configuration can't be built here, or differs between the ranks (each differing field is named).
+
+    Example::
+
+        layer = MoELayer(MoEConfig(hidden_size=2048, intermediate_size=768, num_experts=128, top_k=8), EPGroup(),
+                         device="cuda", dtype=torch.bfloat16)
+        y = layer(x)  # [..., 2048] -> [..., 2048]
+    """
+
+    gate_up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+    shared_experts: SharedExperts | None
+    latent_down: nn.Parameter | None
+    latent_up: nn.Parameter | None
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        ep: EPGroup | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        router: Callable[[Tensor], Routing | tuple[Tensor, Tensor]] | None = None,
+        name: str = "moe",
+    ) -> None:
+        super().__init__()
+        dtype = dtype or torch.get_default_dtype()
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype={dtype}: must be one of {', '.join(map(str, DTYPES))}")
+        self.config, self.ep, self.name = config, ep, name
+        ranks, rank = (ep.num_ranks, ep.rank) if ep is not None else (1, 0)
+        if device is None and ep is not None:
+            device = ep.device
+        if ep is not None:  # before anything that could fail on one rank only
+            ep.check_same(f"MoELayer {name!r}", {**config.fields(), "dtype": dtype, "own router": router is not None})
+        self.placement = ExpertPlacement.from_spec(config.placement, config.num_experts, ranks)
+        self.local_experts = self.placement.local_experts(rank)
+
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        h, h_expert, i, local = (
+            config.hidden_size, config.expert_hidden_size, config.intermediate_size, len(self.local_experts)
+        )  # fmt: skip
+        activation = config.activation_function
+        width = 2 * i if activation.gated else i
+        self.router = (
+            Router(config.router, h, config.num_experts, config.top_k, **factory) if router is None else router
+        )
+        self.gate_up_proj = nn.Parameter(torch.empty(local, width, h_expert, **factory))
+        self.down_proj = nn.Parameter(torch.empty(local, h_expert, i, **factory))
+        self.gate_up_bias = nn.Parameter(torch.empty(local, width, **factory)) if config.expert_bias else None
+        self.down_bias = nn.Parameter(torch.empty(local, h_expert, **factory)) if config.expert_bias else None
+        self.latent_down = nn.Parameter(torch.empty(h_expert, h, **factory)) if config.latent_size else None
+        self.latent_up = nn.Parameter(torch.empty(h, h_expert, **factory)) if config.latent_size else None
+        self.shared_experts = (
+            SharedExperts(
+                config.num_shared_experts, h, config.shared_size, activation, config.shared_expert_gate, **factory
+            )
+            if config.num_shared_experts
+            else None
+        )
+        self._kernels: dict[tuple[torch.device, torch.dtype], MoEKernel] = {}
+        if self.gate_up_proj.device.type != "meta":
+            self.kernel(self.gate_up_proj.device, dtype)  # a combination that can't work is refused here
+            self.reset_parameters()
+
+    def extra_repr(self) -> str:
+        """Sizes, and which experts are here."""
+        c = self.config
+        return (
+            f"H={c.hidden_size}, I={c.intermediate_size}, E={c.num_experts}, K={c.top_k}, {c.activation}, "
+            f"{len(self.local_experts)} experts here, ep={self.ep}"
+        )
+
+    def kernel(self, device: torch.device, dtype: torch.dtype) -> MoEKernel:
+        """The `MoEKernel` for rows of `dtype` on `device`: chosen once, then kept."""
+        if (device, dtype) not in self._kernels:
+            config = self.config
+            spec = ExpertsSpec(
+                config.activation_function,
+                config.expert_hidden_size,
+                config.intermediate_size,
+                dtype,
+                device,
+                config.router_weight_on_input,
+            )
+            self._kernels[device, dtype] = MoEKernel(
+                make_dispatcher(config.dispatcher, self.ep, self.placement, device, layer=self.name),
+                select_experts(spec, config.experts).experts,
+                validate=config.validate or None,
+            )
+        return self._kernels[device, dtype]
+
+    def expert_weights(self) -> ExpertWeights:
+        """This rank's experts as `MoEKernel` takes them."""
+        return ExpertWeights(self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias)
+
+    def expert_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that differ between ranks, by name: the routed experts'. All others are replicated."""
+        named = {name: getattr(self, name) for name in EXPERT_PARAMETERS}
+        return {name: parameter for name, parameter in named.items() if parameter is not None}
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Normal with std 1/√fan-in, biases zero.
+
+        Each expert draws from a generator of its own, seeded from torch's default one and its logical id, so that ranks
+        seeded alike build the same model at any EP size.
+        """
+        if isinstance(self.router, Router):
+            self.router.reset_parameters()
+        if self.shared_experts is not None:
+            self.shared_experts.reset_parameters()
+        for projection in (self.latent_down, self.latent_up):
+            if projection is not None:
+                nn.init.normal_(projection, std=projection.shape[-1] ** -0.5)
+        for bias in (self.gate_up_bias, self.down_bias):
+            if bias is not None:
+                bias.zero_()
+        seed = int(torch.randint(2**62, ()))
+        generator = torch.Generator(self.gate_up_proj.device)
+        for local, expert in enumerate(self.local_experts):
+            generator.manual_seed(seed + expert)
+            for weight in (self.gate_up_proj, self.down_proj):
+                weight[local].normal_(std=weight.shape[-1] ** -0.5, generator=generator)
+
+    @torch.no_grad()
+    def load_experts(self, tensors: Mapping[str, Tensor], expert_ids: Sequence[int] | None = None) -> list[int]:
+        """Copies this rank's experts out of full or sharded tensors.
+
+        Args:
+            tensors: `gate_up_proj`, `down_proj`, `gate_up_bias`, `down_bias` or some of them, each one row per expert
+                along the first dimension.
+            expert_ids: the logical id of each row; None: the tensors are full, row e is expert e.
+
+        Returns:
+            The logical ids that were copied: those in `tensors` that this rank owns.
+
+        Raises:
+            ValueError: an unknown name, a wrong shape, or ids that do not fit.
+        """
+        ids = list(range(self.config.num_experts)) if expert_ids is None else [int(e) for e in expert_ids]
+        if len(set(ids)) != len(ids) or any(not 0 <= e < self.config.num_experts for e in ids):
+            raise ValueError(f"expert_ids={ids}: must be distinct ids in [0, {self.config.num_experts})")
+        parameters = self.expert_parameters()
+        for name, tensor in tensors.items():
+            if name not in parameters:
+                raise ValueError(f"{name!r} is no expert tensor of this layer; it has {', '.join(parameters)}")
+            shape = (len(ids), *parameters[name].shape[1:])
+            if tuple(tensor.shape) != shape:
+                hint = "" if expert_ids is not None else " (pass expert_ids if these are not all experts)"
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, must be {shape}{hint}")
+        here = [(self.local_experts.index(e), row, e) for row, e in enumerate(ids) if e in self.local_experts]
+        for name, tensor in tensors.items():
+            for local, row, _ in here:
+                parameters[name][local].copy_(tensor[row])
+        return [expert for _, _, expert in here]
+
+    def forward(
+        self, x: Tensor, *, token_mask: Tensor | None = None, return_routing: bool = False
+    ) -> Tensor | tuple[Tensor, Routing]:
+        """The layer's output, in the shape and dtype of x.
+
+        Args:
+            x: `[..., H]`; any number of tokens, also none.
+            token_mask: `[...]` bool, False for padding: those tokens go to no routed expert and cost nothing there.
+            return_routing: also give the `Routing`, for losses and load metrics.
+
+        Raises:
+            ValueError: x does not fit the layer.
+            PeerError: another rank did not take part within the group's deadline.
+        """
+        dtype = self._check(x, token_mask)
+        tokens = x.reshape(-1, x.shape[-1])
+        if tokens.stride(-1) != 1:
+            tokens = tokens.contiguous()
+        mask = None if token_mask is None else token_mask.reshape(-1)
+
+        tape = current_tape()
+        forced, layout = tape.next(self.name) if tape is not None and tape.replaying else (None, None)
+        routing = self._route(tokens, mask, forced)
+        with torch.autocast(tokens.device.type, enabled=False):
+            tokens = tokens.to(dtype)
+            routed_input = tokens if self.latent_down is None else F.linear(tokens, self.latent_down.to(dtype))
+            shared_experts = self.shared_experts
+            out = self.kernel(tokens.device, dtype)(
+                routed_input,
+                routing.topk_ids,
+                routing.topk_weights.to(torch.promote_types(dtype, torch.float32)),
+                self.expert_weights().to(dtype),
+                shared_experts=None if shared_experts is None else lambda: shared_experts(tokens),
+                layout=layout,
+            )
+            if tape is not None and not tape.replaying:
+                tape.record(self.name, routing.topk_ids, out.layout)
+            y = out.routed if self.latent_up is None else F.linear(out.routed, self.latent_up.to(dtype))
+            if out.shared is not None:
+                y = y + out.shared
+        y = y.to(x.dtype).reshape(x.shape)
+        return (y, routing) if return_routing else y
+
+    def _route(self, tokens: Tensor, mask: Tensor | None, forced: Tensor | None) -> Routing:
+        if isinstance(self.router, Router):
+            return self.router(tokens, topk_ids=forced, token_mask=mask)
+        routing = as_routing(self.router(tokens), tokens.shape[0], self.config.top_k, self.config.num_experts)
+        if mask is not None:
+            routing = routing.masked(mask)
+        if forced is not None and not torch.equal(forced, routing.topk_ids):
+            raise RuntimeError(
+                f"layer {self.name!r}: the custom router chose other experts when recomputed; make it repeatable, or "
+                "keep the layer out of the checkpointed function"
+            )
+        return routing
+
+    def _check(self, x: Tensor, token_mask: Tensor | None) -> torch.dtype:
+        """Checks the input; returns the dtype to compute in."""
+        where = f"layer {self.name!r}: "
+        weight = self.gate_up_proj
+        if x.dim() < 1 or x.shape[-1] != self.config.hidden_size:
+            raise ValueError(f"{where}x has shape {tuple(x.shape)}, must be [..., {self.config.hidden_size}]")
+        if weight.device.type == "meta" and x.device.type != "meta":
+            raise ValueError(f"{where}parameters are on meta: call to_empty(device=...), then load or reset them")
+        if x.device != weight.device:
+            raise ValueError(f"{where}x is on {x.device}, the parameters on {weight.device}")
+        if token_mask is not None and (token_mask.shape != x.shape[:-1] or token_mask.dtype != torch.bool):
+            raise ValueError(
+                f"{where}token_mask is {token_mask.dtype} {tuple(token_mask.shape)}, must be bool {tuple(x.shape[:-1])}"
+            )
+        if torch.is_autocast_enabled(x.device.type):
+            return torch.get_autocast_dtype(x.device.type)
+        if x.dtype != weight.dtype:
+            raise ValueError(
+                f"{where}x is {x.dtype}, the experts are {weight.dtype}: convert one, or run under torch.autocast"
+            )
+        return x.dtype

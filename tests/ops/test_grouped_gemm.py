@@ -1,0 +1,338 @@
+"""Grouped GEMM: twins against float64 loops, kernels against the twins, under every configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from epmoe.config import ACTIVATIONS, Activation
+from epmoe.ops import _configs
+from epmoe.ops import grouped_gemm as module
+from epmoe.ops._configs import GemmConfig
+from epmoe.ops._triton import INTERPRET
+from epmoe.ops.grouped_gemm import (
+    grouped_gemm,
+    grouped_gemm_act,
+    grouped_gemm_act_reference,
+    grouped_gemm_reference,
+)
+from epmoe.testing import poisoned_empty
+
+# Relative L2 of any one row: an fp32 sum, or one rounding of it (2^-11, 2^-8 at worst).
+ROW_ERROR = {torch.float32: 5e-6, torch.float16: 6e-4, torch.bfloat16: 4.5e-3}
+DTYPES = list(ROW_ERROR)
+COUNTS = {
+    "uneven": [5, 0, 34, 1],
+    "no-rows": [0, 0, 0],
+    "one-row": [0, 1, 0],
+    "one-expert": [33],
+    "one-hot": [0, 0, 0, 0, 41],
+}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """Where the kernels run: compiled on a GPU, through the interpreter on CPU. One process can do only one of them."""
+    if INTERPRET == (request.param == "cuda"):
+        pytest.skip("Triton was imported " + ("with TRITON_INTERPRET=1" if INTERPRET else "without its interpreter"))
+    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
+    return request.param
+
+
+def sizes(device: str, small: tuple[int, int], large: tuple[int, int]) -> tuple[int, int]:
+    return small if device == "cpu" else large
+
+
+def case(
+    counts: list[int],
+    n: int,
+    d: int,
+    dtype: torch.dtype,
+    device: str,
+    seed: int,
+    k: int = 3,
+    tail: int = 5,
+    transpose: bool = False,
+    dense: bool = False,
+) -> SimpleNamespace:
+    """Rows of x inside a wider NaN buffer, tokens that nobody chose are NaN, -1 indices past the count.
+
+    Experts' weights differ in magnitude too, so that a row multiplied by another expert's is far off.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    count, L = sum(counts), len(counts)
+    tokens = -(-(count + 4) // k)
+    index = torch.full((count + tail,), -1, dtype=torch.int32)
+    index[:count] = torch.randperm(tokens * k, generator=generator)[:count].int()
+    rows = count + tail if dense else tokens
+    x = torch.full((rows, d + 8), math.nan, dtype=dtype)
+    used = torch.arange(count) if dense else index[:count].long() // k
+    x[used, :d] = randn(len(used), d).to(dtype)
+    magnitude = 2.0 ** (torch.arange(L) % 4 - 1)  # its cube (reglu2) must fit fp16
+    w = (randn(L, *((d, n) if transpose else (n, d))) * magnitude[:, None, None] / d**0.5).to(dtype)
+    bias = (randn(L, n) * magnitude[:, None]).to(dtype)
+    offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int()
+    built = SimpleNamespace(
+        x=x, w=w, bias=bias, offsets=offsets, index=index, scale=torch.rand(tokens * k, generator=generator) + 0.5
+    )
+    built = SimpleNamespace(**{name: t.to(device) for name, t in vars(built).items()})
+    return SimpleNamespace(**vars(built) | {"x": built.x[:, :d], "count": count, "k": k, "max_rows": count + tail})
+
+
+def row_error(got: Tensor, want: Tensor) -> float:
+    """The largest relative L2 error of a row; one that cancelled to nearly nothing counts as 5 % of the average row."""
+    if not len(want):
+        return 0.0
+    norms = want.norm(dim=-1)
+    return ((got.double() - want).norm(dim=-1) / norms.clamp_min(norms.mean() / 20)).max().item()
+
+
+def check_gemm(c: SimpleNamespace, bias: bool, gather: bool, transpose: bool) -> None:
+    index, divisor = (c.index, c.k) if gather else (None, 1)
+    b = c.bias if bias else None
+    with poisoned_empty():
+        got = grouped_gemm(c.x, c.w, b, c.offsets, index, divisor, c.max_rows, transpose)
+    want = grouped_gemm_reference(
+        c.x.double(),
+        c.w.double(),
+        None if b is None else b.double(),
+        c.offsets,
+        index,
+        divisor,
+        c.max_rows,
+        transpose,
+    )
+    assert got.shape == want.shape and got.dtype == c.x.dtype
+    assert row_error(got[: c.count], want[: c.count]) < ROW_ERROR[c.x.dtype]
+    assert got[c.count :].isnan().all(), "written past the last row"
+
+
+def check_act(c: SimpleNamespace, act: Activation, bias: bool, scale: bool, save: bool) -> None:
+    b, s = c.bias if bias else None, c.scale if scale else None
+    tail = (act.name, act.alpha, act.limit, save)
+    with poisoned_empty():
+        got = grouped_gemm_act(c.x, c.w, b, c.offsets, c.index, c.k, c.max_rows, s, *tail)
+    wide_bias = None if b is None else b.double()
+    want = grouped_gemm_act_reference(
+        c.x.double(), c.w.double(), wide_bias, c.offsets, c.index, c.k, c.max_rows, s, *tail
+    )
+    for g, w in zip(got[: 1 + save], want[: 1 + save], strict=True):
+        assert g.shape == w.shape and g.dtype == c.x.dtype
+        # relu² of a sum near 0 has no relative accuracy of its own: rows are measured, never single numbers
+        assert row_error(g[: c.count], w[: c.count]) < ROW_ERROR[c.x.dtype]
+        assert g[c.count :].isnan().all(), "written past the last row"
+    if not save:
+        assert got[1].shape == (0,)
+
+
+def naive_rows(c: SimpleNamespace, gather: bool) -> list[tuple[int, int, Tensor]]:
+    """(sorted row n, expert, row of x) for every row, one at a time."""
+    bounds = c.offsets.tolist()
+    return [
+        (n, e, c.x[int(c.index[n]) // c.k if gather else n])
+        for e in range(len(bounds) - 1)
+        for n in range(bounds[e], bounds[e + 1])
+    ]
+
+
+@pytest.mark.parametrize("transpose", [False, True], ids=["w", "wT"])
+@pytest.mark.parametrize("gather", [False, True], ids=["in-place", "gathered"])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
+def test_twin_is_one_dot_product_per_row_and_column(counts, gather, transpose, seed):
+    c = case(counts, 7, 5, torch.float64, "cpu", seed, transpose=transpose, dense=not gather)
+    index, divisor = (c.index, c.k) if gather else (None, 1)
+    with poisoned_empty():
+        got = grouped_gemm_reference(c.x, c.w, c.bias, c.offsets, index, divisor, c.max_rows, transpose)
+    for n, e, x in naive_rows(c, gather):
+        want = x @ (c.w[e] if transpose else c.w[e].T) + c.bias[e]
+        torch.testing.assert_close(got[n], want, rtol=1e-12, atol=1e-12)
+    assert got[c.count :].isnan().all()
+
+
+def test_twin_scales_before_the_bias_and_the_activation(seed):
+    c = case(COUNTS["uneven"], 8, 5, torch.float64, "cpu", seed)
+    act, preact = grouped_gemm_act_reference(
+        c.x, c.w, c.bias, c.offsets, c.index, c.k, c.max_rows, c.scale, "swiglu", 1.0, math.inf, True
+    )
+    for n, e, x in naive_rows(c, True):
+        y = c.scale[int(c.index[n])].double() * (c.w[e] @ x) + c.bias[e]
+        torch.testing.assert_close(preact[n], y, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(act[n], y[:4] * torch.sigmoid(y[:4]) * y[4:], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("transpose", [False, True], ids=["w", "wT"])
+@pytest.mark.parametrize("gather", [False, True], ids=["in-place", "gathered"])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
+def test_kernel_agrees_with_the_twin_for_any_split_of_rows(counts, gather, transpose, device, seed):
+    if device == "cuda":
+        counts = [37 * n for n in counts]
+    n, d = sizes(device, (80, 72), (1408, 2880))
+    c = case(counts, n, d, torch.float32, device, seed, transpose=transpose, dense=not gather)
+    check_gemm(c, bias=gather, gather=gather, transpose=transpose)
+
+
+@pytest.mark.parametrize("transpose", [False, True], ids=["w", "wT"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n, d", [(7, 24), (24, 7), (192, 80), (80, 192), (1, 1)])
+def test_no_size_has_to_be_a_multiple_of_a_block(n, d, dtype, transpose, device, seed):
+    counts = [5, 0, 34, 1] if device == "cpu" else [5, 0, 340, 1, 64, 129]
+    check_gemm(case(counts, n, d, dtype, device, seed, transpose=transpose), True, True, transpose)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_fused_activation_agrees_with_the_twin(name, dtype, device, seed):
+    act = Activation.named(name, limit=0.75 if name in ("swiglu_oai", "swiglu_clamped") else None)
+    counts = [5, 0, 34, 1] if device == "cpu" else [185, 0, 1258, 37]
+    size, d = sizes(device, (24, 40), (704, 1408))
+    c = case(counts, 2 * size if act.gated else size, d, dtype, device, seed)
+    check_act(c, act, bias=True, scale=True, save=True)
+
+
+@pytest.mark.parametrize("save", [False, True], ids=["infer", "train"])
+@pytest.mark.parametrize("scale", [False, True], ids=["plain", "scaled"])
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+@pytest.mark.parametrize("name", ["swiglu", "gelu"])
+def test_bias_scale_and_preact_are_independent(name, bias, scale, save, device, seed):
+    act = Activation(name)
+    n, d = sizes(device, (48, 24), (1536, 512))
+    check_act(case([3, 0, 35], n, d, torch.bfloat16, device, seed), act, bias, scale, save)
+
+
+# What the GPU chooses by rows per expert: swapped operands for few, then wider and wider tiles.
+@pytest.mark.parametrize("transpose", [False, True], ids=["w", "wT"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("counts", [[3, 0, 17, 1], [30, 0, 20], [50, 61], [129, 0, 90], [300, 3]], ids=str)
+def test_gpu_configurations_are_right(counts, dtype, transpose, device, seed, monkeypatch):
+    monkeypatch.setattr(module, "gemm_config", lambda *args: _configs.gemm_config(*args, interpret=False))
+    check_gemm(case(counts, 300, 80, dtype, device, seed, transpose=transpose), True, True, transpose)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 17, 1], [50, 61], [129, 0, 90], [300, 3]], ids=str)
+@pytest.mark.parametrize("name", ["swiglu", "relu2"])
+def test_gpu_configurations_of_the_fused_activation_are_right(name, counts, device, seed, monkeypatch):
+    monkeypatch.setattr(module, "gemm_config", lambda *args: _configs.gemm_config(*args, interpret=False))
+    check_act(case(counts, 296, 80, torch.bfloat16, device, seed), Activation(name), True, True, True)
+
+
+SMALL = GemmConfig(32, 32, 32, group_m=2, num_warps=4, num_stages=2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"group_m": 1},
+        {"group_m": 8},
+        {"swap_ab": True},
+        {"tma": False},
+        {"tma": False, "swap_ab": True},
+        {"programs_per_sm": 0},
+        {"block_m": 16, "block_n": 64},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("transpose", [False, True], ids=["w", "wT"])
+def test_configurations_decide_speed_only(change, transpose, device, seed, monkeypatch):
+    config = dataclasses.replace(SMALL, **change)
+    monkeypatch.setattr(module, "gemm_config", lambda *args: config)
+    counts = [70, 0, 34, 1]
+    check_gemm(case(counts, 88, 72, torch.float16, device, seed, transpose=transpose), True, True, transpose)
+    if not transpose:
+        check_act(case(counts, 88, 72, torch.float16, device, seed), Activation("swiglu"), True, True, True)
+
+
+@pytest.mark.parametrize("shift", [1, 8], ids=["unaligned", "aligned"])
+def test_weights_may_be_views(shift, device, seed):
+    c = case([5, 0, 34], 48, 32, torch.bfloat16, device, seed)
+    wide = torch.full((3, 50, 48), math.nan, dtype=c.w.dtype, device=device)
+    view = wide[:, 1:49, shift : shift + 32]
+    view.copy_(c.w)
+    c.w = view
+    check_gemm(c, bias=True, gather=True, transpose=False)
+    check_act(c, Activation("swiglu"), bias=True, scale=False, save=True)
+
+
+@pytest.mark.parametrize("counts", [[40], [3, 20]], ids=str)
+def test_a_token_does_not_feel_its_neighbours(counts, device, seed):
+    c = case(counts, 48, 24, torch.float32, device, seed)
+    args = (c.w, c.bias, c.offsets, c.index, c.k, c.max_rows)
+    clean = grouped_gemm(c.x, *args, False)[: c.count]
+    token = int(c.index[0]) // c.k
+    x = c.x.clone()
+    x[token] = math.nan
+    got = grouped_gemm(x, *args, False)[: c.count]
+    hit = c.index[: c.count] // c.k == token
+    assert got[hit].isnan().all() and torch.equal(got[~hit], clean[~hit])
+
+
+def test_the_next_experts_weights_do_not_leak_into_the_reduction(device, seed):
+    for transpose in (False, True):
+        c = case([9, 4], 40, 24, torch.float16, device, seed, transpose=transpose)
+        c.w[1] = math.nan
+        got = grouped_gemm(c.x, c.w, None, c.offsets, c.index, c.k, c.max_rows, transpose)
+        assert got[:9].isfinite().all() and got[9:13].isnan().all()
+
+
+def test_no_experts_and_no_rows(device):
+    offsets = torch.zeros(1, dtype=torch.int32, device=device)
+    x, w = torch.zeros(4, 8, device=device), torch.zeros(0, 6, 8, device=device)
+    assert grouped_gemm(x, w, None, offsets, None, 1, 3, False).shape == (3, 6)
+    offsets = torch.zeros(3, dtype=torch.int32, device=device)
+    w = torch.zeros(2, 6, 8, device=device)
+    act, preact = grouped_gemm_act(x[:0], w, None, offsets, None, 1, 0, None, "swiglu", 1.0, math.inf, True)
+    assert act.shape == (0, 3) and preact.shape == (0, 6)
+
+
+def test_mistakes_are_named():
+    x, w, offsets = torch.zeros(4, 8), torch.zeros(2, 6, 8), torch.zeros(3, dtype=torch.int32)
+
+    def gemm(x: Tensor = x, w: Tensor = w, bias: Tensor | None = None, offsets: Tensor = offsets, divisor: int = 1):
+        return grouped_gemm(x, w, bias, offsets, None, divisor, 4, False)
+
+    for match, wrong in {
+        "dtype": {"w": w.double()},
+        "have 8": {"w": torch.zeros(2, 6, 7)},
+        "stride 1": {"x": torch.zeros(8, 4).T},
+        "offsets": {"offsets": torch.zeros(2, dtype=torch.int32)},
+        "torch.int64": {"offsets": torch.zeros(3, dtype=torch.int64)},
+        "bias": {"bias": torch.zeros(2, 8)},
+        "index_divisor=0": {"divisor": 0},
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            gemm(**wrong)
+    with pytest.raises(ValueError, match="row_index"):
+        grouped_gemm_act(x, w, None, offsets, None, 1, 4, torch.ones(4), "swiglu", 1.0, math.inf, False)
+    with pytest.raises(ValueError, match="even"):
+        grouped_gemm_act(x, w[:, :5], None, offsets, None, 1, 4, None, "swiglu", 1.0, math.inf, False)
+
+
+def test_ops_have_faithful_fakes(seed):
+    c = case([3, 0, 4], 6, 8, torch.float32, "cpu", seed, tail=0)
+    utils = ("test_schema", "test_faketensor")
+    rows = (c.offsets, c.index, c.k, c.max_rows)
+    torch.library.opcheck(grouped_gemm, (c.x, c.w, c.bias, *rows, False), test_utils=utils)
+    for save in (False, True):
+        args = (c.x, c.w, c.bias, *rows, c.scale, "swiglu", 1.0, math.inf, save)
+        torch.library.opcheck(grouped_gemm_act, args, test_utils=utils)
+
+
+@pytest.mark.gpu
+def test_rows_past_two_billion_elements_are_addressed(seed):
+    n, d, rows = 16384, 64, 140_000  # rows * n > 2**31
+    generator = torch.Generator("cuda").manual_seed(seed)
+    w = torch.randn(2, n, d, generator=generator, device="cuda").bfloat16()
+    x = torch.randn(rows, d, generator=generator, device="cuda").bfloat16()
+    offsets = torch.tensor([0, rows // 2, rows], dtype=torch.int32, device="cuda")
+    y = grouped_gemm(x, w, None, offsets, None, 1, rows, False)
+    assert row_error(y[-200:], x[-200:].double() @ w[1].double().T) < ROW_ERROR[torch.bfloat16]
+    back = grouped_gemm(y, w, None, offsets, None, 1, rows, True)
+    assert row_error(back[-200:], y[-200:].double() @ w[1].double()) < ROW_ERROR[torch.bfloat16]

@@ -1,0 +1,246 @@
+"""Grouped wgrad: the twin against float64 outer products, kernels (interpreted on CPU) against the twin."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from epmoe.ops import _configs
+from epmoe.ops import grouped_wgrad as module
+from epmoe.ops._configs import GemmConfig
+from epmoe.ops._triton import INTERPRET
+from epmoe.ops.grouped_wgrad import grouped_wgrad, grouped_wgrad_reference
+from epmoe.testing import poisoned_empty
+
+# Relative L2 of one expert's gradient: an fp32 sum, or one rounding of it (2^-11, 2^-8 at worst).
+ERROR = {torch.float32: 5e-6, torch.float16: 6e-4, torch.bfloat16: 4.5e-3}
+DTYPES = list(ERROR)
+COUNTS = {
+    "uneven": [5, 0, 34, 1],
+    "no-rows": [0, 0, 0],
+    "one-row": [0, 1, 0],
+    "one-expert": [33],
+    "one-hot": [0, 0, 0, 0, 41],
+}
+# Which operand is read through the index: W1's gradient gathers x, W2's gathers dy.
+GATHERS = {"neither": (False, False), "w1": (False, True), "w2": (True, False), "both": (True, True)}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """Where the kernels run: compiled on a GPU, through the interpreter on CPU. One process can do only one of them."""
+    if INTERPRET == (request.param == "cuda"):
+        pytest.skip("Triton was imported " + ("with TRITON_INTERPRET=1" if INTERPRET else "without its interpreter"))
+    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
+    return request.param
+
+
+def case(
+    counts: list[int],
+    n: int,
+    d: int,
+    dtype: torch.dtype,
+    device: str,
+    seed: int,
+    gather: tuple[bool, bool] = (False, True),
+    tail: int = 5,
+) -> SimpleNamespace:
+    """dy and x inside wider NaN buffers, NaN in rows that nobody names and past the count, where indices are -1.
+
+    Each gathered operand has its own divisor (dy: 3, x: 2).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    count = sum(counts)
+    index = torch.full((count + tail,), -1, dtype=torch.int32)
+    index[:count] = torch.randperm(count + 6, generator=generator)[:count].int()
+
+    def operand(width: int, gathered: bool, divisor: int) -> Tensor:
+        used = torch.unique(index[:count].long() // divisor) if gathered else torch.arange(count)
+        buffer = torch.full((count + max(tail, 6), width + 8), math.nan, dtype=dtype)
+        buffer[used, :width] = torch.randn(len(used), width, generator=generator).to(dtype)
+        return buffer.to(device)[:, :width]
+
+    dy, x = operand(n, gather[0], 3), operand(d, gather[1], 2)
+    index = index.to(device)
+    return SimpleNamespace(
+        dy=dy,
+        x=x,
+        offsets=torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int().to(device),
+        dy_index=index if gather[0] else None,
+        dy_divisor=3 if gather[0] else 1,
+        x_index=index if gather[1] else None,
+        x_divisor=2 if gather[1] else 1,
+        index=index,
+        scale=(torch.rand(count + 6, generator=generator) + 0.5).to(device),
+        counts=counts,
+    )
+
+
+def arguments(c: SimpleNamespace, scale: bool, bias: bool, out_dtype: torch.dtype, wide: bool = False) -> tuple:
+    dy, x = (c.dy.double(), c.x.double()) if wide else (c.dy, c.x)
+    scales = (c.scale, c.index) if scale else (None, None)
+    return (dy, x, c.offsets, c.dy_index, c.dy_divisor, c.x_index, c.x_divisor, *scales, bias, out_dtype)
+
+
+def check(c: SimpleNamespace, scale: bool = False, bias: bool = True, out_dtype: torch.dtype | None = None) -> None:
+    out_dtype = out_dtype or c.dy.dtype
+    with poisoned_empty():
+        got = grouped_wgrad(*arguments(c, scale, bias, out_dtype))
+    want = grouped_wgrad_reference(*arguments(c, scale, bias, torch.float64, wide=True))
+    # A scaled row is rounded once more, before the dot.
+    limit = ERROR[out_dtype] + (ERROR[c.dy.dtype] if scale else 0.0)
+    for what, g, w in zip(("dw", "dbias"), got, want, strict=True):
+        assert g.shape == w.shape and g.dtype == out_dtype
+        if what == "dbias" and not bias:
+            assert g.shape == (0,)
+            continue
+        for e, rows in enumerate(c.counts):
+            if rows == 0:
+                assert (g[e] == 0).all(), f"{what} of expert {e}, which has no rows"
+            else:
+                error = ((g[e].double() - w[e]).norm() / w[e].norm()).item()
+                assert error < (limit if what == "dw" else ERROR[out_dtype]), f"{what} of expert {e}"
+
+
+@pytest.mark.parametrize("gather", GATHERS.values(), ids=GATHERS.keys())
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
+def test_twin_is_the_sum_of_outer_products(counts, gather, seed):
+    c = case(counts, 4, 3, torch.float64, "cpu", seed, gather)
+    with poisoned_empty():
+        dw, dbias = grouped_wgrad_reference(*arguments(c, True, True, torch.float64))
+    want, want_bias = torch.zeros_like(dw), torch.zeros_like(dbias)
+    bounds = c.offsets.tolist()
+    for e in range(len(counts)):
+        for n in range(bounds[e], bounds[e + 1]):
+            g = c.dy[int(c.index[n]) // 3 if gather[0] else n]
+            h = c.x[int(c.index[n]) // 2 if gather[1] else n]
+            want[e] += c.scale[int(c.index[n])].double() * torch.outer(g, h)
+            want_bias[e] += g
+    torch.testing.assert_close(dw, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(dbias, want_bias, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("gather", GATHERS.values(), ids=GATHERS.keys())
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
+def test_kernel_agrees_with_the_twin_for_any_split_of_rows(counts, gather, device, seed):
+    if device == "cuda":
+        counts = [37 * n for n in counts]
+    n, d = (40, 72) if device == "cpu" else (1408, 2880)
+    check(case(counts, n, d, torch.float32, device, seed, gather))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n, d", [(7, 24), (24, 7), (192, 80), (80, 192), (9, 1)])
+def test_no_size_has_to_be_a_multiple_of_a_block(n, d, dtype, device, seed):
+    counts = [5, 0, 34, 1] if device == "cpu" else [5, 0, 340, 1, 64, 129]
+    check(case(counts, n, d, dtype, device, seed))
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=["same", "fp32-gradients"])
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+@pytest.mark.parametrize("scale", [False, True], ids=["plain", "scaled"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scale_bias_and_output_dtype_are_independent(dtype, scale, bias, out_dtype, device, seed):
+    n, d = (40, 24) if device == "cpu" else (1536, 512)
+    counts = [3, 0, 35] if device == "cpu" else [111, 0, 1295]
+    check(case(counts, n, d, dtype, device, seed), scale, bias, out_dtype)
+
+
+def test_scale_without_an_index_is_read_in_sorted_order(device, seed):
+    c = case([3, 0, 35], 24, 16, torch.float32, device, seed)
+    args = list(arguments(c, True, False, torch.float32))
+    want, _ = grouped_wgrad(*args)
+    args[7], args[8] = torch.full((43,), math.nan, device=device), None
+    args[7][:38] = c.scale[c.index[:38].long()]
+    assert torch.equal(grouped_wgrad(*args)[0], want)
+
+
+@pytest.mark.parametrize("gather", [(False, False), (False, True)], ids=["in-place", "gathered"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n, d", [(130, 300), (72, 40)])
+def test_gpu_configurations_are_right(n, d, dtype, gather, device, seed, monkeypatch):
+    monkeypatch.setattr(module, "wgrad_config", lambda *args: _configs.wgrad_config(*args, interpret=False))
+    check(case([70, 0, 3], n, d, dtype, device, seed, gather), scale=True)
+
+
+SMALL = GemmConfig(32, 32, 32, group_m=2, num_warps=4, num_stages=2)
+
+
+@pytest.mark.parametrize(
+    "change", [{"group_m": 1}, {"group_m": 8}, {"programs_per_sm": 0}, {"block_m": 64, "block_k": 16}], ids=str
+)
+def test_configurations_decide_speed_only(change, device, seed, monkeypatch):
+    config = dataclasses.replace(SMALL, **change)
+    monkeypatch.setattr(module, "wgrad_config", lambda *args: config)
+    check(case([50, 0, 34, 1], 100, 72, torch.float16, device, seed))
+
+
+def test_a_nan_stays_with_its_expert(device, seed):
+    c = case([9, 4, 6], 24, 16, torch.float32, device, seed, gather=(False, False))
+    clean, clean_bias = grouped_wgrad(*arguments(c, False, True, torch.float32))
+    c.dy[10] = math.nan
+    dw, dbias = grouped_wgrad(*arguments(c, False, True, torch.float32))
+    assert dw[1].isnan().all() and dbias[1].isnan().all()
+    for e in (0, 2):
+        assert torch.equal(dw[e], clean[e]) and torch.equal(dbias[e], clean_bias[e])
+
+
+@pytest.mark.gpu
+def test_the_same_inputs_give_the_same_bits(seed):
+    c = case([700, 0, 3, 2000], 1408, 2880, torch.bfloat16, "cuda", seed)
+    first = grouped_wgrad(*arguments(c, True, True, torch.float32))
+    for _ in range(3):
+        for again, once in zip(grouped_wgrad(*arguments(c, True, True, torch.float32)), first, strict=True):
+            assert torch.equal(again, once)
+
+
+@pytest.mark.gpu
+def test_rows_past_two_billion_elements_are_addressed(seed):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    n, d, rows = 16384, 64, 140_000  # rows * n > 2**31
+    dy = torch.randn(rows, n, generator=generator, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(rows, d, generator=generator, device="cuda", dtype=torch.bfloat16)
+    offsets = torch.tensor([0, rows - 64, rows], dtype=torch.int32, device="cuda")
+    dw, dbias = grouped_wgrad(dy, x, offsets, None, 1, None, 1, None, None, True, torch.float32)
+    want = dy[-64:].double().T @ x[-64:].double()
+    assert ((dw[1] - want).norm() / want.norm()).item() < ERROR[torch.float32]
+    want = dy[-64:].double().sum(0)
+    assert ((dbias[1] - want).norm() / want.norm()).item() < ERROR[torch.float32]
+
+
+def test_no_experts_and_no_rows(device):
+    empty = torch.zeros(0, 8, device=device)
+    offsets = torch.zeros(1, dtype=torch.int32, device=device)
+    dw, dbias = grouped_wgrad(empty, empty, offsets, None, 1, None, 1, None, None, True, torch.float32)
+    assert dw.shape == (0, 8, 8) and dbias.shape == (0, 8)
+    offsets = torch.zeros(3, dtype=torch.int32, device=device)
+    dw, dbias = grouped_wgrad(empty, empty[:, :5], offsets, None, 1, None, 1, None, None, True, torch.float32)
+    assert dw.shape == (2, 8, 5) and (dw == 0).all() and (dbias == 0).all()
+
+
+def test_mistakes_are_named():
+    dy, offsets = torch.zeros(4, 8), torch.zeros(3, dtype=torch.int32)
+
+    def wgrad(dy: Tensor = dy, x: Tensor = dy, offsets: Tensor = offsets, divisor: int = 1) -> None:
+        grouped_wgrad(dy, x, offsets, None, divisor, None, 1, None, None, False, torch.float32)
+
+    for match, wrong in {
+        "dtype": {"x": dy.double()},
+        "dy has shape .* stride 1": {"dy": torch.zeros(8, 4).T},
+        "offsets": {"offsets": offsets.long()},
+        "dy_divisor=0": {"divisor": 0},
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            wgrad(**wrong)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+def test_op_has_a_faithful_fake(bias, seed):
+    c = case([3, 0, 4], 6, 8, torch.float32, "cpu", seed, tail=0)
+    args = arguments(c, True, bias, torch.float32)
+    torch.library.opcheck(grouped_wgrad, args, test_utils=("test_schema", "test_faketensor"))
