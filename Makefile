@@ -9,7 +9,7 @@ TORCH       ?= torch==2.13.0
 WORKERS     ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ $$n -gt 8 ] && n=8; echo $$n)
 PYTEST_ARGS ?=
 DEMO        ?= examples/train_lm.py
-DEMO_ARGS   ?=
+DEMO_ARGS   ?= --check
 BENCH_ARGS  ?=
 DOCTOR_ARGS ?=
 
