@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,6 +78,10 @@ class EPGroup:
             raise ValueError(f"device={str(self.device)!r} with a gloo group: use backend='nccl', or device='cpu'")
         if self.device.type == "cpu" and self.backend == "nccl":
             raise ValueError("device='cpu' with an NCCL group: use backend='gloo' (or 'cpu:gloo,cuda:nccl')")
+        self._all_to_all_options = dist.distributed_c10d.AllToAllOptions()
+        self._all_to_all_options.asyncOp = True
+        # where numbers land on the host, and what says that they have; in use only inside `to_host`
+        self._landings: dict[tuple[torch.Size, torch.dtype], tuple[Tensor, torch.cuda.Event]] = {}
 
     @classmethod
     def from_name(cls, name: str, timeout: float) -> EPGroup:
@@ -108,41 +113,51 @@ class EPGroup:
         except RuntimeError as error:
             raise self.error(operation, f"{str(error).splitlines()[0]} (limit {self.timeout:g} s)") from error
 
-    def to_host(self, values: Tensor, operation: str) -> Tensor:
-        """Copies a small device tensor to the host, waiting for what produces it, at most `timeout` seconds.
+    def to_host(self, values: Tensor, operation: str) -> Any:
+        """The numbers of a small device tensor as (nested) lists, once what produces it has run: at most `timeout`
+        seconds.
 
         Raises:
             PeerError: the values did not arrive in time.
         """
         if values.device.type == "cpu":
-            return values
+            return values.tolist()
         if torch.cuda.is_current_stream_capturing():
             raise ValueError(
                 f"{operation}: this dispatcher reads counts on the host, so it can't be captured in a CUDA graph; "
                 "capture the parts around the layer, or use a dispatcher whose capabilities say cuda_graph"
             )
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        key = values.shape, values.dtype
+        if key not in self._landings:
+            self._landings[key] = torch.empty(values.shape, dtype=values.dtype, pin_memory=True), torch.cuda.Event()
+        host, arrived = self._landings[key]
         host.copy_(values, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
+        arrived.record(torch.cuda.current_stream(values.device))
         started = time.monotonic()
         while not arrived.query():
             waited = time.monotonic() - started
             if waited > self.timeout:
                 raise self.error(operation, f"no counts from the peers after {waited:.0f} s")
-            if waited > 0.002:  # long waits need no spinning
-                time.sleep(0.0002)
-        return host
+            # The device idles until the host sees this, so spin, letting other threads run. Long waits are for a peer.
+            time.sleep(0.0 if waited < 0.1 else 0.0002)
+        return host.tolist()
 
     def all_to_all_async(
-        self, buffer: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int], *, out: Tensor | None = None
+        self,
+        buffer: Tensor,
+        send_rows: list[int] | None = None,
+        receive_rows: list[int] | None = None,
+        *,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, dist.Work]:
-        """Sends `buffer[sum(send_rows), ...]`, split by rank; once waited for, the result has
-        `sum(receive_rows)` rows."""
+        """Sends `buffer[sum(send_rows), ...]`, split by rank (None for both: into equal parts); once waited for, the
+        result has `sum(receive_rows)` rows."""
         if out is None:
-            out = buffer.new_empty((sum(receive_rows), *buffer.shape[1:]))
-        work = dist.all_to_all_single(
-            out, buffer, list(receive_rows), list(send_rows), group=self.process_group, async_op=True
+            rows = buffer.shape[0] if receive_rows is None else sum(receive_rows)
+            out = buffer.new_empty((rows, *buffer.shape[1:]))
+        # what `dist.all_to_all_single` does after checks that cost as much host time again
+        work = self.process_group.alltoall_base(
+            out, buffer, receive_rows or [], send_rows or [], self._all_to_all_options
         )
         return out, work
 

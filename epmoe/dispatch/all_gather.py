@@ -23,25 +23,30 @@ from epmoe.dispatch.exchange import ExchangeDispatcher, Flight, Rows, register_o
 
 @dataclasses.dataclass(frozen=True)
 class AllGatherLayout(Layout):
-    """`capacity` is C; `send_index [C]` are this rank's tokens and then -1; `slot [M, R]` where each token's parts
-    land."""
+    """`capacity` is C; `send_index [C]` are this rank's tokens and then numbers that no token has; `slot [M, R]` where
+    each token's parts land."""
 
     capacity: int
     send_index: Tensor
     slot: Tensor
 
 
-@torch.library.custom_op("epmoe::all_gather_capacity", mutates_args=())
-def all_gather_capacity(like: Tensor, tokens: int, group: str, timeout: float, operation: str) -> int:
+def exchange_capacity(topk_ids: Tensor, ep: EPGroup, operation: str) -> int:
     """The largest number of tokens on any rank: one exchange, and one wait of the host for the device."""
-    ep = EPGroup.from_name(group, timeout)
-    counts, work = ep.all_gather_async(torch.tensor([tokens], dtype=torch.int64, device=like.device))
+    tokens = torch.full((1,), topk_ids.shape[0], dtype=torch.int64, device=topk_ids.device)
+    counts, work = ep.all_gather_async(tokens)
     ep.wait(work, operation)
-    return int(ep.to_host(counts, operation).max())
+    return max(ep.to_host(counts, operation))
+
+
+@torch.library.custom_op("epmoe::all_gather_capacity", mutates_args=())
+def all_gather_capacity(topk_ids: Tensor, group: str, timeout: float, operation: str) -> int:
+    """`exchange_capacity` for compiled graphs."""
+    return exchange_capacity(topk_ids, EPGroup.from_name(group, timeout), operation)
 
 
 @all_gather_capacity.register_fake
-def _(like, tokens, group, timeout, operation):  # type: ignore[no-untyped-def]
+def _(topk_ids, group, timeout, operation):  # type: ignore[no-untyped-def]
     return torch.library.get_ctx().new_dynamic_size()
 
 
@@ -56,19 +61,19 @@ class AllGatherDispatcher(ExchangeDispatcher):
         tokens, k = topk_ids.shape
         ranks = self.ep.num_ranks
         operation = f"layer {self.layer!r}, exchange of token counts"
-        capacity = all_gather_capacity(topk_ids, tokens, self.ep.name, self.ep.timeout, operation)
-        torch._check(capacity >= tokens)
-        position = torch.arange(capacity, dtype=torch.int32, device=topk_ids.device)
-        slot = torch.arange(tokens, dtype=torch.int32, device=topk_ids.device)[:, None] + capacity * torch.arange(
-            ranks, dtype=torch.int32, device=topk_ids.device
-        )
+        if torch.compiler.is_compiling():
+            capacity = all_gather_capacity(topk_ids, self.ep.name, self.ep.timeout, operation)
+            torch._check(capacity >= tokens)
+        else:
+            capacity = exchange_capacity(topk_ids, self.ep, operation)
+        places = torch.arange(ranks * capacity, dtype=torch.int32, device=topk_ids.device).view(ranks, capacity)
         return AllGatherLayout(
             num_tokens=tokens,
             num_rows=ranks * capacity,
-            max_assignments=ranks * capacity * min(k, self.num_local),
+            max_assignments=ranks * capacity * k,
             capacity=capacity,
-            send_index=torch.where(position < tokens, position, -1),
-            slot=slot,
+            send_index=places[0],
+            slot=places[:, :tokens].t().contiguous(),
         )
 
     @staticmethod
@@ -83,8 +88,7 @@ class AllGatherDispatcher(ExchangeDispatcher):
 
     @staticmethod
     def give_back(rows: Rows, layout: AllGatherLayout, ep: EPGroup, operation: str) -> Flight:
-        equal = [layout.capacity] * ep.num_ranks
-        received, work = ep.all_to_all_async(rows.pack(None), equal, equal)
+        received, work = ep.all_to_all_async(rows.pack(None))
 
         def finish() -> Rows:
             ep.wait(work, operation)

@@ -34,9 +34,10 @@ class Rows(NamedTuple):
     values: Tensor  # [n, H]
     weights: Tensor | None  # [n, K] float: router weights, or their gradient
     ids: Tensor | None  # [n, K] int32
+    words: Tensor | None = None  # weights and ids as they travel, where they have been put side by side already
 
     @property
-    def words(self) -> tuple[int, int]:
+    def word_counts(self) -> tuple[int, int]:
         """How many 4-byte words of weights and of ids follow the values."""
         weights = 0 if self.weights is None else self.weights.shape[1] * self.weights.element_size() // 4
         return weights, 0 if self.ids is None else self.ids.shape[1]
@@ -44,17 +45,27 @@ class Rows(NamedTuple):
     @property
     def message_bytes(self) -> int:
         """Bytes of one row's message."""
-        return row_layout(self.values.shape[1], self.values.dtype, sum(self.words)).row_bytes
+        return row_layout(self.values.shape[1], self.values.dtype, sum(self.word_counts)).row_bytes
+
+    @property
+    def bare(self) -> bool:
+        """Whether a message is nothing but a row's values, so that dense rows are messages as they lie."""
+        width = self.values.shape[1] * self.values.element_size()
+        return self.weights is None and self.ids is None and self.message_bytes == width
 
     def pack(self, index: Tensor | None) -> Tensor:
-        """Messages `[S, bytes]` of rows `index [S]` (None: all); an index of -1 makes a row without experts."""
-        words = [] if self.weights is None else [self.weights.contiguous().view(torch.int32)]
-        words += [] if self.ids is None else [self.ids]
-        return pack_rows(self.values, torch.cat(words, dim=1) if words else None, index)
+        """Messages `[S, bytes]` of rows `index [S]` (None: all); an index outside `[0, n)` makes a row without
+        experts. May be the rows themselves."""
+        if index is None and self.bare and self.values.is_contiguous():
+            return self.values.view(torch.uint8)
+        words = self.words if self.words is not None else side_by_side(self.weights, self.ids)
+        return pack_rows(self.values, words, index)
 
     def unpack(self, messages: Tensor) -> Rows:
         """Views into received `messages`, which are shaped like these rows."""
-        weight_words, id_words = self.words
+        if self.bare:
+            return Rows(messages.view(self.values.dtype), None, None)
+        weight_words, id_words = self.word_counts
         values, words = unpack_rows(messages, self.values.shape[1], self.values.dtype, weight_words + id_words)
         weights = None if self.weights is None else words[:, :weight_words].view(self.weights.dtype)
         return Rows(values, weights, None if self.ids is None else words[:, weight_words:])
@@ -65,16 +76,25 @@ class Rows(NamedTuple):
         return Rows(gather_sum(self.values, slot, None, self.values.dtype), weights, None)
 
 
+def side_by_side(weights: Tensor | None, ids: Tensor | None) -> Tensor | None:
+    """The bits of `weights [n, K]` and the `ids [n, K]` as int32 words, one row of a message each; no gradient."""
+    words = [] if weights is None else [weights.detach().contiguous().view(torch.int32)]
+    words += [] if ids is None else [ids]
+    return torch.cat(words, dim=1) if len(words) > 1 else words[0] if words else None
+
+
 Flight = Callable[[], Rows]  # a launched movement: call it once to wait
+Movement = Callable[[Rows], Flight]
 
 
 @dataclasses.dataclass
 class _Link:
     """Joins a launch node to its wait node, in forward and in backward."""
 
-    launch: Callable[[Rows], Flight]
-    adjoint: Callable[[Rows], Flight]
+    launch: Movement
+    adjoint: Movement
     ids: Tensor | None
+    words: Tensor | None
     forward: Flight | None = None
     backward: Flight | None = None
     received_ids: Tensor | None = None
@@ -84,7 +104,8 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, link: _Link, values: Tensor, weights: Tensor | None) -> Tensor:
         ctx.link = link
-        link.forward = link.launch(Rows(values, weights, link.ids))
+        link.forward = link.launch(Rows(values, weights, link.ids, link.words))
+        link.words = None
         return values.new_empty(0)  # carries the graph from launch to wait
 
     @staticmethod
@@ -113,17 +134,30 @@ class _Wait(torch.autograd.Function):
         return None, values.new_empty(0)
 
 
+def launch(movement: Movement, adjoint: Movement, rows: Rows) -> Flight:
+    """Launches `movement` of `rows`; `adjoint` is its backward, where a gradient can flow."""
+    leaves = (rows.values,) if rows.weights is None else (rows.values, rows.weights)
+    if not torch.is_grad_enabled() or not any(leaf.requires_grad for leaf in leaves):
+        return movement(rows)
+    link = _Link(movement, adjoint, rows.ids, rows.words)
+    token = _Launch.apply(link, rows.values, rows.weights)
+
+    def finish() -> Rows:
+        values, weights = _Wait.apply(link, token)
+        return Rows(values, weights, link.received_ids)
+
+    return finish
+
+
 class ExchangeDispatcher(Dispatcher):
     """A dispatcher made of the two movements, over one `EPGroup`."""
 
     ep: EPGroup
 
-    def __init__(
-        self, ep: EPGroup | None, owner: Tensor, expert_map: Tensor, num_local: int, *, layer: str = "moe"
-    ) -> None:
+    def __init__(self, ep: EPGroup | None, *args: Any, layer: str = "moe", **kwargs: Any) -> None:
         if ep is None:
             raise ValueError(f"layer {layer!r}: dispatcher={self.name!r} needs an EPGroup; pass ep=, or use 'local'")
-        super().__init__(ep, owner, expert_map, num_local, layer=layer)
+        super().__init__(ep, *args, layer=layer, **kwargs)
 
     @staticmethod
     @abstractmethod
@@ -149,25 +183,27 @@ class ExchangeDispatcher(Dispatcher):
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, layout: Layout | None = None
     ) -> Pending[ExpertInput]:
         self.check(x, topk_ids, topk_weights)
+        compiling = torch.compiler.is_compiling()
+        # before the host may have to wait for counts, which these do not depend on
+        words = None if compiling else side_by_side(topk_weights, topk_ids)
         made = layout if layout is not None else self.make_layout(topk_ids)
-        if torch.compiler.is_compiling():
+        if compiling:
             tensors, numbers = self.pack_layout(made)
             rows, weights, ids = _ops(self).send(
                 x, topk_weights, topk_ids, tensors, numbers, self.ep.name, self.ep.timeout
             )
             return Pending.done(self.expert_input(rows, ids, weights, made))
 
-        link = _Link(
+        flight = launch(
             lambda rows: self.send(rows, made, self.ep, f"layer {self.layer!r}, dispatch"),
             lambda rows: self.give_back(rows, made, self.ep, f"layer {self.layer!r}, backward of dispatch"),
-            topk_ids,
+            Rows(x, topk_weights, topk_ids, words),
         )
-        token = _Launch.apply(link, x, topk_weights)
 
         def finish() -> ExpertInput:
-            values, weights = _Wait.apply(link, token)
-            assert link.received_ids is not None
-            return self.expert_input(values, link.received_ids, weights, made)
+            rows = flight()
+            assert rows.ids is not None and rows.weights is not None
+            return self.expert_input(rows.values, rows.ids, rows.weights, made)
 
         return Pending(finish)
 
@@ -182,13 +218,12 @@ class ExchangeDispatcher(Dispatcher):
             tensors, numbers = self.pack_layout(handle)
             return Pending.done(_ops(self).give_back(rows, tensors, numbers, self.ep.name, self.ep.timeout))
 
-        link = _Link(
+        flight = launch(
             lambda rows: self.give_back(rows, handle, self.ep, f"layer {self.layer!r}, combine"),
             lambda rows: self.send(rows, handle, self.ep, f"layer {self.layer!r}, backward of combine"),
-            None,
+            Rows(rows, None, None),
         )
-        token = _Launch.apply(link, rows, None)
-        return Pending(lambda: _Wait.apply(link, token)[0])
+        return Pending(lambda: flight().values)
 
 
 class CompiledOps(NamedTuple):

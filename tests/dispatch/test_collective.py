@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from epmoe import EPGroup, ExpertPlacement, PeerError, make_dispatcher
-from epmoe.dispatch import Dispatcher, ExpertInput
+from epmoe.dispatch import AllToAllDispatcher, Dispatcher, ExpertInput
+from epmoe.dispatch.all_to_all import AllToAllLayout
 from epmoe.testing import RankFailed, run_ranks
 
 NAMES = ["all_gather", "all_to_all"]
@@ -139,6 +140,49 @@ def many_in_flight(rank: int, world: int, name: str, seed: int) -> None:
 @pytest.mark.parametrize(("backend", "ranks"), BACKENDS[:1] + BACKENDS[3:])
 def test_dispatches_and_combines_may_be_in_flight_together(backend: str, ranks: int, name: str, seed: int) -> None:
     run_ranks(many_in_flight, ranks, args=(name, seed), backend=backend)
+
+
+def with_and_without_autograd(rank: int, world: int, name: str, seed: int, dtype: torch.dtype, width: int) -> None:
+    """Widths whose messages are exactly the values, or padded; rows given back dense, or as a view with a stride."""
+    d = make(name)
+    _, ids, weights = mine(d, seed)
+    g = torch.Generator().manual_seed(seed + rank)
+    x = torch.randn(tokens_of(rank), width, generator=g).to(d.owner.device, dtype)
+    outcomes = []
+    for how in ("no grad needed", "no grad allowed", "grad", "grad of weights"):
+        inputs = [x.clone(), weights.clone()]
+        for tensor in inputs[1:] if how == "grad of weights" else inputs:
+            tensor.requires_grad_(how != "no grad needed")
+        with torch.set_grad_enabled(how != "no grad allowed"):
+            rows = d.dispatch(inputs[0], ids, inputs[1])
+            wide = torch.cat([rows.x, rows.x], dim=1)
+            out = [d.combine(given, rows.handle) for given in (rows.x.contiguous(), wide[:, :width])]
+        for tensor in (rows.x, rows.topk_weights, *out):
+            assert tensor.requires_grad == how.startswith("grad"), how
+        outcomes.append([t.detach() for t in (rows.x, rows.topk_ids, rows.topk_weights, *out)])
+        assert torch.equal(out[0], out[1])
+    for outcome in outcomes[1:]:
+        for a, b in zip(outcomes[0], outcome, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)  # NaN: the weights of padding
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 20), (torch.bfloat16, 9)], ids=["dense", "padded"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("backend", "ranks"), BACKENDS[:1] + BACKENDS[3:])
+def test_rows_are_the_same_whether_or_not_a_gradient_can_flow(
+    backend: str, ranks: int, name: str, dtype: torch.dtype, width: int, seed: int
+) -> None:
+    run_ranks(with_and_without_autograd, ranks, args=(name, seed, dtype, width), backend=backend)
+
+
+def test_a_layout_of_a_compiled_graph_holds_the_same_numbers() -> None:
+    nothing = torch.empty(0, dtype=torch.int32)
+    eager = AllToAllLayout(0, 7, 9, nothing, nothing, [[1, 2], [3, 4]])
+    compiled = AllToAllDispatcher.unpack_layout(*AllToAllDispatcher.pack_layout(eager))
+    assert isinstance(compiled.splits, torch.Tensor)
+    assert compiled.numbers == eager.numbers == [[1, 2], [3, 4]]
+    assert torch.equal(compiled.rows, eager.rows)
+    assert (compiled.num_tokens, compiled.num_rows, compiled.max_assignments) == (0, 7, 9)
 
 
 def layout_reused(rank: int, world: int, name: str, seed: int) -> int:
