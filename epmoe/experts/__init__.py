@@ -1,19 +1,24 @@
 """Ways of computing experts; `select_experts` picks one and says why."""
 
-from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights
+from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights, ProblemSize, moe_problem_size
+from epmoe.experts.batched import BatchedExperts
 from epmoe.experts.grouped import GroupedExperts
 from epmoe.experts.reference import ReferenceExperts
-from epmoe.experts.select import EXPERTS, Selection, select_experts
+from epmoe.experts.select import EXPERTS, EXPERTS_BY_LAYOUT, Selection, select_experts
 from epmoe.experts.torch_grouped import TorchGroupedExperts
 
 __all__ = [
+    "EXPERTS_BY_LAYOUT",
     "EXPERTS",
+    "BatchedExperts",
     "ExpertWeights",
     "Experts",
     "ExpertsSpec",
     "GroupedExperts",
+    "ProblemSize",
     "ReferenceExperts",
     "Selection",
     "TorchGroupedExperts",
+    "moe_problem_size",
     "select_experts",
 ]

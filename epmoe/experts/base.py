@@ -1,21 +1,23 @@
-"""What every way of computing experts promises: rows in the standard layout in, one reduced row each out.
+"""What every way of computing experts promises, in either layout of its rows.
 
-    ExpertInput x [T,H] ── GEMM1 (w1) ── activation ── GEMM2 (w2) ── × router weight, sum over local experts ──► [T,H]
+    ExpertInput  x [T,H] ─── GEMM1 (w1) ── activation ── GEMM2 (w2) ── × router weight, sum over local experts ──► [T,H]
+    BatchedInput x [L,C,H] ─ GEMM1 (w1) ── activation ── GEMM2 (w2) ──► [L,C,H], which combine weights and sums
 
-T rows, H width, I expert intermediate size, L local experts, K experts per token.
+T rows, H width, I expert intermediate size, L local experts, C places for each in the batched layout, K experts per
+token.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from epmoe.config import Activation
-from epmoe.dispatch.base import ExpertInput
+from epmoe.dispatch.base import BatchedInput, ExpertInput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +64,7 @@ class ExpertsSpec:
 
 
 class Experts(ABC):
-    """Base of `reference`, `torch_grouped` and `grouped`. Holds the spec and no tensors."""
+    """Base of `reference`, `torch_grouped`, `grouped` and `batched`. Holds the spec and no tensors."""
 
     name: ClassVar[str]
     layouts: ClassVar[tuple[str, ...]] = ("standard",)
@@ -80,17 +82,29 @@ class Experts(ABC):
         """Why these experts can't take `spec`, and what would be needed; None if they can."""
 
     @abstractmethod
-    def apply(self, rows: ExpertInput, weights: ExpertWeights) -> Tensor:
-        """The routed MLP of this rank's experts: `[T, H]`, weighted and summed over them in fp32 in the order of K."""
+    def apply(self, rows: ExpertInput | BatchedInput, weights: ExpertWeights) -> Tensor:
+        """The routed MLP of this rank's experts.
 
-    def __call__(self, rows: ExpertInput, weights: ExpertWeights) -> Tensor:
+        Standard layout: `[T, H]`, weighted and summed over the experts in fp32 in the order of K. Batched layout:
+        `[L, C, H]`, each row as its expert gives it, neither summed nor weighted (unless the weight is on the input);
+        rows past an expert's count may hold anything, while the gradients of such rows of x are 0.
+        """
+
+    def __call__(self, rows: ExpertInput | BatchedInput, weights: ExpertWeights) -> Tensor:
         """`apply` after checking that rows and weights fit each other and the spec."""
         self.check(rows, weights)
         return self.apply(rows, weights)
 
-    def check(self, rows: ExpertInput, weights: ExpertWeights) -> None:
-        """Raises `ValueError` for shapes, dtypes or devices that do not fit."""
+    def check(self, rows: ExpertInput | BatchedInput, weights: ExpertWeights) -> None:
+        """Raises `ValueError` for a layout, shapes, dtypes or devices that do not fit."""
         spec = self.spec
+        layout = "batched" if isinstance(rows, BatchedInput) else "standard"
+        if layout not in self.layouts:
+            raise ValueError(
+                f"experts={self.name!r}: rows are in the {layout} layout, must be {' or '.join(self.layouts)}"
+            )
+        if isinstance(rows, BatchedInput):
+            self._check_batched(rows)
         h, i = spec.hidden_size, spec.intermediate_size
         gate_up = (rows.num_local, 2 * i if spec.activation.gated else i)
         expected = {
@@ -113,6 +127,98 @@ class Experts(ABC):
                 )
             if tensor.device != rows.x.device:
                 raise ValueError(f"experts={self.name!r}: {name} is on {tensor.device}, the rows on {rows.x.device}")
+
+    def _check_batched(self, rows: BatchedInput) -> None:
+        where, x, counts, p = f"experts={self.name!r}: ", rows.x, rows.expert_num_tokens, rows.topk_weights
+        if x.dim() != 3 or (x.stride(2) != 1 and x.shape[2] > 1 and x.numel() > 0):
+            raise ValueError(
+                f"{where}x has shape {tuple(x.shape)} and strides {x.stride()}: must be [L, C, H] with dense rows"
+            )
+        if counts.shape != x.shape[:1] or counts.dtype != torch.int32 or counts.device != x.device:
+            raise ValueError(
+                f"{where}expert_num_tokens is {counts.dtype} {tuple(counts.shape)} on {counts.device}: must be int32 "
+                f"({x.shape[0]},) on {x.device}"
+            )
+        if not self.spec.weight_on_input:
+            return
+        right = f"must be float32 {tuple(x.shape[:2])}, since the router weight is on the input"
+        if p is None:
+            raise ValueError(f"{where}topk_weights=None: {right}")
+        precise = torch.promote_types(x.dtype, torch.float32)
+        if p.shape != x.shape[:2] or p.dtype not in (torch.float32, precise) or p.device != x.device:
+            raise ValueError(f"{where}topk_weights is {p.dtype} {tuple(p.shape)} on {p.device}: {right}")
+
+
+class ProblemSize(NamedTuple):
+    """The sizes of an expert MLP as its arguments show them; see `moe_problem_size`."""
+
+    num_local: int  # L
+    rows: int  # T, or C in the batched layout
+    width: int  # H
+    intermediate: int  # I
+    top_k: int  # K
+
+
+def moe_problem_size(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_ids: Tensor,
+    *,
+    gated: bool = True,
+    packed_int4: bool = False,
+    transposed: bool = False,
+) -> ProblemSize:
+    """The sizes that rows, weights and routing agree on: what workspaces and configurations are chosen by.
+
+    Example: bf16 rows `[7, 128]` (or `[4, 16, 128]`), topk_ids `[7, 2]`, L = 4, I = 96::
+
+        w1                    w2                flags
+        [4, 192, 128]         [4, 128, 96]
+        [4, 96, 128]          [4, 128, 96]      gated=False
+        [4, 192, 64] uint8    [4, 128, 48]      packed_int4=True
+        [4, 128, 192]         [4, 96, 128]      transposed=True
+
+    Args:
+        x: `[T, H]`, or `[L, C, H]` in the batched layout; unpacked.
+        w1: `[L, 2I, H]` (`[L, I, H]` not gated); `transposed`: `[L, H, 2I]`.
+        w2: `[L, H, I]`; `transposed`: `[L, I, H]`.
+        topk_ids: `[T, K]`; in the batched layout those of the tokens, of any length.
+        gated: w1 has gate and up rows.
+        packed_int4: two weights share a byte (int8 or uint8) along the dimension that is summed over, H in w1 and I in
+            w2, which are half as long then.
+        transposed: the weights' last two dimensions change places.
+
+    Raises:
+        ValueError: the arguments do not agree, naming the first that does not.
+    """
+    if x.dim() not in (2, 3):
+        raise ValueError(f"x has shape {tuple(x.shape)}: must be [T, H], or [L, C, H] in the batched layout")
+    for name, w in (("w1", w1), ("w2", w2)):
+        if w.dim() != 3:
+            raise ValueError(f"{name} has shape {tuple(w.shape)}: must have three dimensions, experts first")
+        if packed_int4 and w.dtype not in (torch.uint8, torch.int8):
+            raise ValueError(f"{name} is {w.dtype}: packed_int4=True says that it holds two weights per uint8 or int8")
+    rows, width = x.shape[-2:]
+    per_byte = 2 if packed_int4 else 1
+    num_local, packed = w2.shape[0], w2.shape[1 if transposed else 2]
+    intermediate = packed * per_byte
+    flags = f"gated={gated}, packed_int4={packed_int4}, transposed={transposed}"
+
+    def require(name: str, w: Tensor, out: int, inner: int) -> None:
+        right = (num_local, inner, out) if transposed else (num_local, out, inner)
+        if tuple(w.shape) != right:
+            raise ValueError(f"{name} has shape {tuple(w.shape)}: must be {right} for rows of {width} with {flags}")
+
+    if width % per_byte:
+        raise ValueError(f"x has rows of {width}: must be even, since packed_int4 holds two weights in each byte")
+    require("w2", w2, width, packed)
+    require("w1", w1, intermediate * (2 if gated else 1), width // per_byte)
+    if x.dim() == 3 and x.shape[0] != num_local:
+        raise ValueError(f"x has shape {tuple(x.shape)}: must have one batch per expert, {num_local}")
+    if topk_ids.dim() != 2 or (x.dim() == 2 and topk_ids.shape[0] != rows):
+        raise ValueError(f"topk_ids has shape {tuple(topk_ids.shape)}: must be [T, K], T = {rows} as x has")
+    return ProblemSize(num_local, rows, width, intermediate, topk_ids.shape[1])
 
 
 def local_ids(rows: ExpertInput) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from epmoe.config import DTYPES
-from epmoe.dispatch.base import ExpertInput
+from epmoe.dispatch.base import BatchedInput, ExpertInput
 from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights, local_ids
 from epmoe.ops.activation import apply_activation
 
@@ -20,14 +20,16 @@ class ReferenceExperts(Experts):
     """One expert after another; autograd by torch. On a GPU it waits for the device once per expert."""
 
     name = "reference"
+    layouts = ("standard", "batched")
 
     @classmethod
     def refusal(cls, spec: ExpertsSpec) -> str | None:
         return None if spec.dtype in DTYPES else f"dtype={spec.dtype}: must be one of {', '.join(map(str, DTYPES))}"
 
-    def apply(self, rows: ExpertInput, weights: ExpertWeights) -> Tensor:
-        x = rows.x
-        activation = self.spec.activation
+    def apply(self, rows: ExpertInput | BatchedInput, weights: ExpertWeights) -> Tensor:
+        if isinstance(rows, BatchedInput):
+            return self._batched(rows, weights)
+        x, scale_input = rows.x, self.spec.weight_on_input
         local = local_ids(rows)
         precise = torch.promote_types(x.dtype, torch.float32)  # every step in between is in this precision
         rows_of, slots_of, results = [], [], []
@@ -35,18 +37,34 @@ class ReferenceExperts(Experts):
             t, k = (local == expert).nonzero(as_tuple=True)  # also when there is none: its gradients are zeros then
             scale = rows.topk_weights[t, k, None].to(precise)
             row = x[t].to(precise)
-            bias1, bias2 = (
-                None if bias is None else bias[expert].to(precise) for bias in (weights.gate_up_bias, weights.down_bias)
-            )
-            h = F.linear(
-                row * scale if self.spec.weight_on_input else row, weights.gate_up_proj[expert].to(precise), bias1
-            )
-            h = apply_activation(h, activation.name, activation.alpha, activation.limit)
-            y = F.linear(h, weights.down_proj[expert].to(precise), bias2)
+            y = self._expert(row * scale if scale_input else row, weights, expert)
             rows_of.append(t)
             slots_of.append(k)
-            results.append(y if self.spec.weight_on_input else y * scale)
+            results.append(y if scale_input else y * scale)
         # one row per (row, k) pair, summed in the order of k
         parts = x.new_zeros((*local.shape, x.shape[1]), dtype=precise)
         parts = parts.index_put((torch.cat(rows_of), torch.cat(slots_of)), torch.cat(results))
         return parts.sum(1).to(x.dtype)
+
+    def _batched(self, rows: BatchedInput, weights: ExpertWeights) -> Tensor:
+        x = rows.x
+        precise = torch.promote_types(x.dtype, torch.float32)
+        results = []
+        for expert, count in enumerate(rows.expert_num_tokens.tolist()):
+            row = x[expert, :count].to(precise)
+            if self.spec.weight_on_input:
+                assert rows.topk_weights is not None
+                row = row * rows.topk_weights[expert, :count, None].to(precise)
+            y = self._expert(row, weights, expert).to(x.dtype)
+            results.append(F.pad(y, (0, 0, 0, x.shape[1] - count)))
+        return torch.stack(results) if results else torch.zeros_like(x)
+
+    def _expert(self, row: Tensor, weights: ExpertWeights, expert: int) -> Tensor:
+        """`row [n, H]` through one expert, in the precision of `row`."""
+        activation = self.spec.activation
+        bias1, bias2 = (
+            None if bias is None else bias[expert].to(row.dtype) for bias in (weights.gate_up_bias, weights.down_bias)
+        )
+        h = F.linear(row, weights.gate_up_proj[expert].to(row.dtype), bias1)
+        h = apply_activation(h, activation.name, activation.alpha, activation.limit)
+        return F.linear(h, weights.down_proj[expert].to(row.dtype), bias2)

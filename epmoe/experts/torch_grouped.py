@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from epmoe.dispatch.base import ExpertInput
+from epmoe.dispatch.base import BatchedInput, ExpertInput
 from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights
 from epmoe.experts.reduce import weight_and_reduce
 from epmoe.ops.activation import apply_activation
@@ -58,7 +58,8 @@ class TorchGroupedExperts(Experts):
                 )
         return None
 
-    def apply(self, rows: ExpertInput, weights: ExpertWeights) -> Tensor:
+    def apply(self, rows: ExpertInput | BatchedInput, weights: ExpertWeights) -> Tensor:
+        assert isinstance(rows, ExpertInput)
         activation = self.spec.activation
         row_index, offsets, slot = align_rows(rows.topk_ids, rows.expert_map, rows.num_local, rows.max_assignments)
         if rows.max_assignments == 0:  # grouped_mm takes no empty operands; keep every input in the graph

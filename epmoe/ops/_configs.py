@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import torch
 
-from epmoe.ops._triton import INTERPRET
+from epmoe.ops._triton import INTERPRET, cdiv, next_power_of_2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +42,27 @@ class GemmConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RowConfig:
-    """A kernel that walks rows in steps of `block` columns."""
+    """A kernel that walks rows, `rows` of one expert at a time, in steps of `block` columns."""
 
     block: int
     num_warps: int
     programs_per_sm: int
+    rows: int = 4  # what spreads the search for a tile's expert without leaving programs idle
 
 
+def expected_rows(max_rows: int, num_local: int, expected_m: int | None) -> int:
+    """Rows that an expert should expect, by which a configuration is chosen; at least 1.
+
+    Args:
+        max_rows: rows of the whole buffer, L · C in the batched-experts layout.
+        num_local: L.
+        expected_m: the caller's (M·R·K + E) // E, or None for max_rows / L. The counts themselves are on the device.
+    """
+    share = cdiv(max_rows, num_local)
+    return max(1, share if expected_m is None else min(expected_m, share))
+
+
+@functools.lru_cache(maxsize=4096)
 def gemm_config(
     device: torch.device,
     dtype: torch.dtype,
@@ -75,6 +90,64 @@ def gemm_config(
     return GemmConfig(128, 256, 64, 8, num_warps=8, num_stages=3 if gated else 4)
 
 
+class GemmPlan(NamedTuple):
+    """What a launch takes from shapes alone: found once for each, so that a call costs the host little."""
+
+    block_m: int
+    column_tiles: int
+    programs_per_sm: int
+    descriptor: tuple[list[int], list[int], list[int]] | None  # shape, strides and block of the weights' tiles
+    constants: dict[str, Any]
+
+
+@functools.lru_cache(maxsize=4096)
+def gemm_plan(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],  # of the weights
+    strides: tuple[int, int, int],
+    aligned: bool,  # the weights begin at a multiple of 16 bytes
+    rows_per_expert: int,
+    transpose: bool,
+    gated: bool,
+) -> GemmPlan:
+    """The plan of `grouped_gemm` (`grouped_gemm_act`) on weights of this shape; cached."""
+    L, w_rows, inner = shape
+    n, d = (inner, w_rows) if transpose else (w_rows, inner)
+    parts, size = 2 if gated else 1, dtype.itemsize
+    config = gemm_config(device, dtype, rows_per_expert, n, d, gated)
+    aligned = aligned and strides[0] * size % 16 == 0 and strides[1] * size % 16 == 0
+    dense = parts == 1 or (strides[0] == w_rows * strides[1] and w_rows // parts * strides[1] * size % 16 == 0)
+    descriptor = None
+    if config.tma and aligned and dense and _has_tma(device):
+        block = [config.block_k, config.block_n] if transpose else [config.block_n // parts, config.block_k]
+        descriptor = (
+            [L * parts, w_rows // parts, inner],
+            [strides[0] if parts == 1 else w_rows // parts * strides[1], strides[1], 1],
+            [1 if transpose else parts, *block],
+        )
+    constants = {
+        "L": L,
+        "L_BLOCK": next_power_of_2(L),
+        "N": n,
+        "D": d,
+        "GATED": gated,
+        "TRANSPOSE": transpose,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "SWAP_AB": config.swap_ab,
+        "TMA": descriptor is not None,
+        "INTERPRETED": INTERPRET,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    column_tiles = cdiv(n // parts, config.block_n // parts)
+    return GemmPlan(config.block_m, column_tiles, config.programs_per_sm, descriptor, constants)
+
+
+@functools.lru_cache(maxsize=4096)
 def wgrad_config(
     device: torch.device,
     dtype: torch.dtype,
@@ -101,6 +174,7 @@ def wgrad_config(
     return GemmConfig(128, 256, 64, 8, num_warps=8, num_stages=stages, programs_per_sm=0)
 
 
+@functools.lru_cache(maxsize=256)
 def row_config(width: int, interpret: bool = INTERPRET) -> RowConfig:
     """The configuration of a pass over rows of `width` columns."""
     block = 16
@@ -120,6 +194,12 @@ def _num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 3  # the interpreter runs programs one after the other; more than one keeps their loops honest
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _has_tma(device: torch.device) -> bool:
+    """Whether kernels may read through tensor descriptors: compute capability 9.0, or the interpreter."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache

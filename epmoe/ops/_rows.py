@@ -8,15 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epmoe.ops._triton import triton
+from epmoe.ops._triton import cdiv, next_power_of_2
 
 ROW_BLOCK = 2048  # columns per program at most: 16 bytes × 128 threads × 2 of a two-byte dtype
 
 
 def row_grid(num_rows: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
     """Grid of (row, column block) programs, with the block and the warps that give each thread 16-byte accesses."""
-    block = max(128, min(ROW_BLOCK, triton.next_power_of_2(width)))
-    return (num_rows, triton.cdiv(width, block)), {"BLOCK": block, "num_warps": 4 if block >= 1024 else 1}
+    block = max(128, min(ROW_BLOCK, next_power_of_2(width)))
+    return (num_rows, cdiv(width, block)), {"BLOCK": block, "num_warps": 4 if block >= 1024 else 1}
 
 
 def dense_rows(t: Tensor) -> Tensor:

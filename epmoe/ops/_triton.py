@@ -1,5 +1,6 @@
-"""Where every op meets Triton: its import, whether kernels are interpreted, and whether a tensor gets a kernel or the
-pure-torch twin. Stands beside the path of a token: every file of `ops/` begins here.
+"""Where every op meets Triton and torch: its import, whether kernels are interpreted, whether a tensor gets a kernel or
+the pure-torch twin, and whether a call passes torch's dispatcher. Stands beside the path of a token: every file of
+`ops/` begins here.
 
 Without Triton (it ships for Linux only) everything still imports, `jit` leaves kernels as plain functions that nobody
 calls, and every op runs its twin.
@@ -7,17 +8,24 @@ calls, and every op runs its twin.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 jit: Any  # decorator of a kernel: `@jit` or `@jit(do_not_specialize=[...])`
 
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     jit = triton.jit
     HAVE_TRITON = True
@@ -29,7 +37,7 @@ try:
         torch.bfloat16: tl.bfloat16,
     }
 except ImportError:
-    triton = tl = None  # type: ignore[assignment]
+    triton = tl = TensorDescriptor = None  # type: ignore[assignment]
     HAVE_TRITON = False
     INTERPRET = False
     TL_DTYPES = {}
@@ -90,6 +98,92 @@ def use_triton(t: Tensor) -> bool:
             "before triton is first imported, or unset EPMOE_CPU_KERNELS"
         )
     return True
+
+
+_NOT_TENSORS = frozenset((type(None), int, float, bool, str, torch.dtype))
+_PLAIN_TENSORS = frozenset((Tensor, torch.nn.Parameter))
+
+
+def runs_directly(arguments: Iterable[object]) -> bool:
+    """Whether a call with these arguments needs nothing from torch's dispatcher: nobody traces or watches it, and no
+    gradient has to be recorded.
+
+    A `torch.library.custom_op` costs 11 µs of host time a call, this question 1.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0  # fake tensors, make_fx, selective checkpointing, FLOP counters
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return False
+    records = torch.is_grad_enabled()
+    for argument in arguments:
+        kind = type(argument)
+        if kind in _NOT_TENSORS:
+            continue
+        if kind not in _PLAIN_TENSORS:  # a subclass such as FakeTensor, a symbolic int, anything unforeseen
+            return False
+        if records and argument.requires_grad:  # type: ignore[attr-defined]
+            return False
+    return True
+
+
+class Op(Generic[Parameters, Result]):
+    """A function that is also the op `epmoe::name`: run directly in plain eager mode, else through the dispatcher."""
+
+    def __init__(self, name: str, run: Callable[Parameters, Result], schema: str | None) -> None:
+        self._run = run
+        self._registered = torch.library.custom_op(f"epmoe::{name}", run, mutates_args=(), schema=schema)
+        self.register_fake = self._registered.register_fake
+        self.register_autograd = self._registered.register_autograd
+        functools.update_wrapper(self, run)
+
+    def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        if runs_directly(args) and runs_directly(kwargs.values()):
+            return self._run(*args, **kwargs)
+        return self._registered(*args, **kwargs)
+
+
+def op(name: str, schema: str | None = None) -> Callable[[Callable[Parameters, Result]], Op[Parameters, Result]]:
+    """Decorator: makes a function that changes none of its arguments an `Op`."""
+    return lambda run: Op(name, run, schema)
+
+
+_HERE = contextlib.nullcontext()
+
+
+def on_device_of(t: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Makes the GPU of `t` current, as a launch needs; costs next to nothing where it is already."""
+    if not t.is_cuda or t.get_device() == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(t.device)
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. Triton's own of this name costs the host 2 µs outside a kernel, as does the next."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n, and at least 1."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def check_flat(t: Tensor | None, name: str, *dtypes: torch.dtype) -> None:
+    """Raises `ValueError` unless `t` is None, or 1-D, contiguous and of one of `dtypes`: kernels read it as such.
+
+    A column of a message, reshaped to one dimension, is a view with a stride: call `.contiguous()` on it.
+    """
+    if t is not None and (t.dim() != 1 or t.dtype not in dtypes or not t.is_contiguous()):
+        raise ValueError(
+            f"{name} is {t.dtype} {tuple(t.shape)} with strides {t.stride()}: must be 1-D, contiguous and "
+            + " or ".join(map(str, dtypes))
+        )
+
+
+def scale_dtypes(rows: Tensor) -> tuple[torch.dtype, ...]:
+    """What a scale or router weight beside `rows` may be: float32, and float64 beside float64."""
+    return (torch.float32, torch.float64) if rows.dtype == torch.float64 else (torch.float32,)
 
 
 def unit_stride(t: Tensor, name: str) -> int:

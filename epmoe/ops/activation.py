@@ -2,11 +2,13 @@
 pass over the rows. In the forward it stands inside GEMM1 (`ops/grouped_gemm.py`); in the backward between GEMM2's dgrad
 and GEMM1's dgrad and wgrad. Formulas: `Activation` in `epmoe/config.py`; g is the gate, u the up projection.
 
-Letters: I expert intermediate size, K experts per token, T rows of the expert input, N sorted rows (expert-major).
+Letters: I expert intermediate size, K experts per token, T rows of the expert input, L local experts, N rows of the
+experts' buffers, of which expert e owns row_start[e]:row_end[e] (`ops/_segments.py`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -15,11 +17,34 @@ from torch import Tensor
 
 from epmoe.config import Activation
 from epmoe.ops._configs import num_programs, row_config
-from epmoe.ops._triton import INTERPRET, cast_from_float32, jit, tl, unit_stride, use_triton
+from epmoe.ops._segments import check_segments, segment_slices
+from epmoe.ops._triton import (
+    INTERPRET,
+    cast_from_float32,
+    check_flat,
+    jit,
+    next_power_of_2,
+    on_device_of,
+    op,
+    scale_dtypes,
+    tl,
+    unit_stride,
+    use_triton,
+)
 
 _SQRT_2 = math.sqrt(2.0)
 _SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 _INV_SQRT_2PI = 1.0 / math.sqrt(2.0 * math.pi)
+
+
+@functools.lru_cache(maxsize=256)
+def is_gated(name: str, alpha: float, limit: float) -> bool:
+    """Whether the activation is gated; looked up once, since every launch asks.
+
+    Raises:
+        ValueError: as `Activation`.
+    """
+    return Activation(name, alpha, limit).gated
 
 
 def apply_activation(preact: Tensor, name: str, alpha: float = 1.0, limit: float = math.inf) -> Tensor:
@@ -95,11 +120,12 @@ def activate_and_slopes(g, u, alpha, limit, NAME: tl.constexpr):
         return f * u, df * u, f
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["row_start", "row_end"])
 def _activation_backward_kernel(
     preact,
     grad,
-    offsets,
+    row_start,
+    row_end,
     row_index,
     weights,
     dpre,
@@ -110,58 +136,73 @@ def _activation_backward_kernel(
     preact_stride,
     grad_stride,
     L: tl.constexpr,
+    L_BLOCK: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     NAME: tl.constexpr,
     GATED: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One program per row at a time, in steps of BLOCK columns: I = 5, BLOCK = 4 reads columns 0..3, then 4.
+    """Programs walk tiles of ROWS rows, counted from the segments on the device as in the grouped GEMM, and in a tile
+    one row after the other in steps of BLOCK columns: I = 5, BLOCK = 4 reads columns 0..3, then 4.
 
     One program owns a whole row, so dweight is a sum in a fixed order.
     """
-    count = tl.load(offsets + L)
     width: tl.constexpr = 2 * I if GATED else I
-    for row in range(tl.program_id(0), count, tl.num_programs(0)):
-        n = tl.cast(row, tl.int64)
-        w = 1.0
-        if weights is not None:
-            w = tl.load(weights + tl.load(row_index + n).to(tl.int64))
-        dot = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, I, BLOCK):
-            col = start + tl.arange(0, BLOCK)
-            inside = col < I
-            g = tl.load(preact + n * preact_stride + col, mask=inside, other=0.0).to(tl.float32)
-            dy = tl.load(grad + n * grad_stride + col, mask=inside, other=0.0).to(tl.float32)
-            if GATED:
-                u = tl.load(preact + n * preact_stride + I + col, mask=inside, other=0.0).to(tl.float32)
-                act, by_g, by_u = activate_and_slopes(g, u, alpha, limit, NAME)
+    experts = tl.arange(0, L_BLOCK)
+    begins = tl.load(row_start + experts, mask=experts < L, other=0)
+    ends = tl.load(row_end + experts, mask=experts < L, other=0)
+    tiles = (ends - begins + ROWS - 1) // ROWS
+    tile_ends = tl.cumsum(tiles)
+    for tile in range(tl.program_id(0), tl.sum(tiles), tl.num_programs(0)):
+        passed = tile_ends <= tile
+        e = tl.sum(passed.to(tl.int32))
+        first = tl.load(row_start + e) + (tile - tl.max(tl.where(passed, tile_ends, 0))) * ROWS
+        for row in range(first, tl.minimum(first + ROWS, tl.load(row_end + e))):
+            n = tl.cast(row, tl.int64)
+            w = 1.0
+            if weights is not None:
+                at = n
+                if row_index is not None:
+                    at = tl.load(row_index + n).to(tl.int64)
+                w = tl.load(weights + at)
+            dot = tl.zeros((BLOCK,), tl.float32)
+            for start in range(0, I, BLOCK):
+                col = start + tl.arange(0, BLOCK)
+                inside = col < I
+                g = tl.load(preact + n * preact_stride + col, mask=inside, other=0.0).to(tl.float32)
+                dy = tl.load(grad + n * grad_stride + col, mask=inside, other=0.0).to(tl.float32)
+                if GATED:
+                    u = tl.load(preact + n * preact_stride + I + col, mask=inside, other=0.0).to(tl.float32)
+                    act, by_g, by_u = activate_and_slopes(g, u, alpha, limit, NAME)
+                    tl.store(
+                        dpre + n * width + I + col,
+                        cast_from_float32(w * dy * by_u, dpre.dtype.element_ty, INTERPRETED),
+                        mask=inside,
+                    )
+                else:
+                    act, by_g, _ = activate_and_slopes(g, 1.0, alpha, limit, NAME)
                 tl.store(
-                    dpre + n * width + I + col,
-                    cast_from_float32(w * dy * by_u, dpre.dtype.element_ty, INTERPRETED),
+                    dpre + n * width + col,
+                    cast_from_float32(w * dy * by_g, dpre.dtype.element_ty, INTERPRETED),
                     mask=inside,
                 )
-            else:
-                act, by_g, _ = activate_and_slopes(g, 1.0, alpha, limit, NAME)
-            tl.store(
-                dpre + n * width + col,
-                cast_from_float32(w * dy * by_g, dpre.dtype.element_ty, INTERPRETED),
-                mask=inside,
-            )
-            tl.store(
-                act_scaled + n * I + col,
-                cast_from_float32(w * act, act_scaled.dtype.element_ty, INTERPRETED),
-                mask=inside,
-            )
-            dot += dy * act
-        tl.store(dweight + n, tl.sum(dot))
+                tl.store(
+                    act_scaled + n * I + col,
+                    cast_from_float32(w * act, act_scaled.dtype.element_ty, INTERPRETED),
+                    mask=inside,
+                )
+                dot += dy * act
+            tl.store(dweight + n, tl.sum(dot))
 
 
-@torch.library.custom_op("epmoe::activation_backward", mutates_args=())
+@op("activation_backward")
 def activation_backward(
     preact: Tensor,
     grad: Tensor,
-    offsets: Tensor,
+    row_start: Tensor,
+    row_end: Tensor,
     row_index: Tensor | None,
     topk_weights_flat: Tensor | None,
     activation: str,
@@ -173,53 +214,64 @@ def activation_backward(
     Args:
         preact: `[N, 2I]` (`[N, I]` not gated), what the activation saw; rows may be strided.
         grad: `[N, I]`, dout @ W2, not yet multiplied by the router weight; rows may be strided.
-        offsets: `[L + 1]` int32; rows past `offsets[L]` are neither read nor written.
-        row_index: `[N]` int32, where in `[T, K]` each row's weight is; read only with `topk_weights_flat`.
-        topk_weights_flat: `[T * K]` float32 router weights w on the output; None is w = 1.
+        row_start, row_end: `[L]` int32 on the device, the rows of each expert; rows of none are neither read nor
+            written.
+        row_index: `[N]` int32, which entry of `topk_weights_flat` each row has; None: entry n.
+        topk_weights_flat: flat float32 router weights w on the output; None is w = 1.
 
     Returns:
         `dpre` like preact, act'(preact) · w · grad; `act_scaled` `[N, I]`, w · act (wgrad's operand for W2);
         `dweight` `[N]` float32, <grad, act>.
+
+    Raises:
+        ValueError: shapes, dtypes or strides are not as above, or an unknown activation.
     """
-    gated = Activation(activation, alpha, limit).gated
+    gated = is_gated(activation, alpha, limit)
     size = preact.shape[1] // 2 if gated else preact.shape[1]
     if grad.shape != (preact.shape[0], size) or grad.dtype != preact.dtype:
         raise ValueError(
             f"grad is {tuple(grad.shape)} {grad.dtype}: must be {(preact.shape[0], size)} {preact.dtype}, "
             f"as preact {tuple(preact.shape)} with {activation!r} asks"
         )
-    if topk_weights_flat is not None and row_index is None:
-        raise ValueError("row_index=None: must say which entry of topk_weights_flat each row has")
+    check_segments(row_start, row_end)
+    check_flat(row_index, "row_index", torch.int32)
+    check_flat(topk_weights_flat, "topk_weights_flat", *scale_dtypes(preact))
     if not use_triton(preact):
         return activation_backward_reference(
-            preact, grad, offsets, row_index, topk_weights_flat, activation, alpha, limit
+            preact, grad, row_start, row_end, row_index, topk_weights_flat, activation, alpha, limit
         )
     preact_stride, grad_stride = unit_stride(preact, "preact"), unit_stride(grad, "grad")
     dpre, act_scaled, dweight = _empty_backward(preact, grad)
-    if grad.numel() == 0:
+    L, rows = row_start.shape[0], grad.shape[0]
+    if grad.numel() == 0 or L == 0:
         return dpre, act_scaled, dweight
     config = row_config(size)
-    _activation_backward_kernel[(num_programs(preact.device, config.programs_per_sm, grad.shape[0]),)](
-        preact,
-        grad,
-        offsets,
-        row_index,
-        topk_weights_flat,
-        dpre,
-        act_scaled,
-        dweight,
-        alpha,
-        limit,
-        preact_stride,
-        grad_stride,
-        L=offsets.shape[0] - 1,
-        I=size,
-        NAME=activation,
-        GATED=gated,
-        BLOCK=config.block,
-        INTERPRETED=INTERPRET,
-        num_warps=config.num_warps,
-    )
+    tiles = rows // config.rows + min(L, rows)
+    with on_device_of(preact):
+        _activation_backward_kernel[(num_programs(preact.device, config.programs_per_sm, tiles),)](
+            preact,
+            grad,
+            row_start,
+            row_end,
+            row_index,
+            topk_weights_flat,
+            dpre,
+            act_scaled,
+            dweight,
+            alpha,
+            limit,
+            preact_stride,
+            grad_stride,
+            L=L,
+            L_BLOCK=next_power_of_2(L),
+            I=size,
+            NAME=activation,
+            GATED=gated,
+            ROWS=config.rows,
+            BLOCK=config.block,
+            INTERPRETED=INTERPRET,
+            num_warps=config.num_warps,
+        )
     return dpre, act_scaled, dweight
 
 
@@ -233,14 +285,15 @@ def _empty_backward(preact: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 @activation_backward.register_fake
-def _(preact, grad, offsets, row_index, topk_weights_flat, activation, alpha, limit):
+def _(preact, grad, row_start, row_end, row_index, topk_weights_flat, activation, alpha, limit):
     return _empty_backward(preact, grad)
 
 
 def activation_backward_reference(
     preact: Tensor,
     grad: Tensor,
-    offsets: Tensor,
+    row_start: Tensor,
+    row_end: Tensor,
     row_index: Tensor | None,
     topk_weights_flat: Tensor | None,
     activation: str,
@@ -249,23 +302,22 @@ def activation_backward_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The torch twin of `activation_backward`; in float64 everything, dweight too, is float64."""
     dpre, act_scaled, dweight = _empty_backward(preact, grad)
-    count = int(offsets[-1])
     wide = dweight.dtype
-    dy = grad[:count].to(wide)
-    act, slopes = _torch_slopes(preact[:count].to(wide), activation, alpha, limit)
-    dweight[:count] = (dy * act).sum(-1)
-    if topk_weights_flat is not None:
-        assert row_index is not None
-        w = topk_weights_flat[row_index[:count].long()].to(wide)[:, None]
-        dy, act = dy * w, act * w
-    act_scaled[:count] = act.to(preact.dtype)
-    dpre[:count] = torch.cat([dy * slope for slope in slopes], dim=-1).to(preact.dtype)
+    for _, own in segment_slices(row_start, row_end):
+        dy = grad[own].to(wide)
+        act, slopes = _torch_slopes(preact[own].to(wide), activation, alpha, limit)
+        dweight[own] = (dy * act).sum(-1)
+        if topk_weights_flat is not None:
+            w = topk_weights_flat[own if row_index is None else row_index[own].long()].to(wide)[:, None]
+            dy, act = dy * w, act * w
+        act_scaled[own] = act.to(preact.dtype)
+        dpre[own] = torch.cat([dy * slope for slope in slopes], dim=-1).to(preact.dtype)
     return dpre, act_scaled, dweight
 
 
 def _torch_slopes(preact: Tensor, name: str, alpha: float, limit: float) -> tuple[Tensor, list[Tensor]]:
     """`activate_and_slopes` in torch: the activation and its derivatives by g and (gated) by u."""
-    if not Activation(name, alpha, limit).gated:
+    if not is_gated(name, alpha, limit):
         g, u = preact, torch.ones_like(preact)
     else:
         g, u = preact.chunk(2, dim=-1)

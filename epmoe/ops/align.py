@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epmoe.ops._triton import jit, tl, triton, use_triton
+from epmoe.ops._triton import cdiv, jit, next_power_of_2, op, tl, use_triton
 
 ALL_PAIRS_MAX = 2048  # at 4 rounds of PAIRS_KEYS keys the quadratic launch still ends before three linear ones would
 PAIRS_QUERIES = 32
@@ -146,14 +146,14 @@ def _align_rows_triton(topk_ids: Tensor, expert_map: Tensor, num_local: int, max
     slot = ids.new_empty(ids.shape)
     with torch.cuda.device_of(ids):
         if num_pairs <= ALL_PAIRS_MAX:
-            grid = (triton.cdiv(num_pairs + num_local + 1, PAIRS_QUERIES),)
+            grid = (cdiv(num_pairs + num_local + 1, PAIRS_QUERIES),)
             _all_pairs_kernel[grid](
                 ids, expert_map, row_index, offsets, slot, num_pairs, num_experts, num_local, max_rows,
                 QUERIES=PAIRS_QUERIES, KEYS=PAIRS_KEYS, SPAN=ALL_PAIRS_MAX, num_warps=4,
             )  # fmt: skip
             return row_index, offsets, slot
-        num_blocks = triton.cdiv(num_pairs, RANK_BLOCK)
-        bins = max(32, triton.next_power_of_2(num_local + 1))
+        num_blocks = cdiv(num_pairs, RANK_BLOCK)
+        bins = max(32, next_power_of_2(num_local + 1))
         local = ids.new_empty(num_blocks * RANK_BLOCK)
         rank = ids.new_empty(num_blocks * RANK_BLOCK)
         counts = ids.new_empty(num_local, num_blocks)
@@ -192,11 +192,7 @@ def align_rows_reference(
     return row_index, offsets, slot
 
 
-@torch.library.custom_op(
-    "epmoe::align_rows",
-    mutates_args=(),
-    schema="(Tensor topk_ids, Tensor expert_map, int num_local, SymInt max_rows) -> (Tensor, Tensor, Tensor)",
-)
+@op("align_rows", "(Tensor topk_ids, Tensor expert_map, int num_local, SymInt max_rows) -> (Tensor, Tensor, Tensor)")
 def _align_rows(topk_ids, expert_map, num_local, max_rows):
     # here and not in `align_rows`: in a compiled graph these sizes have no value yet
     if not 0 <= max_rows < MAX_PAIRS:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from epmoe.ops._rows import check_terms, dense_rows
-from epmoe.ops._triton import jit, tl, triton, use_triton
+from epmoe.ops._triton import jit, next_power_of_2, op, tl, use_triton
 
 DOT_TILE = 8192  # elements of a [J, columns] tile
 
@@ -42,8 +42,8 @@ def _gather_dot_triton(a: Tensor, src: Tensor, index: Tensor) -> Tensor:
     out = a.new_empty(M, J, dtype=torch.float32)
     if out.numel() == 0:
         return out
-    j_tile = triton.next_power_of_2(J)
-    block = max(128, min(DOT_TILE // j_tile, triton.next_power_of_2(H)))
+    j_tile = next_power_of_2(J)
+    block = max(128, min(DOT_TILE // j_tile, next_power_of_2(H)))
     with torch.cuda.device_of(a):
         _gather_dot_kernel[(M,)](
             a, src, index, out, src.shape[0], H, a.stride(0), src.stride(0),
@@ -64,7 +64,7 @@ def gather_dot_reference(a: Tensor, src: Tensor, index: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("epmoe::gather_dot", mutates_args=(), schema="(Tensor a, Tensor src, Tensor index) -> Tensor")
+@op("gather_dot", "(Tensor a, Tensor src, Tensor index) -> Tensor")
 def _gather_dot(a, src, index):
     kernel = use_triton(src) and a.dtype != torch.float64
     return (_gather_dot_triton if kernel else gather_dot_reference)(a, src, index)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from epmoe.ops._rows import check_terms, dense_rows, row_grid
-from epmoe.ops._triton import INTERPRET, cast_from_float32, jit, tl, use_triton
+from epmoe.ops._triton import INTERPRET, cast_from_float32, jit, op, tl, use_triton
 from epmoe.ops.gather_dot import gather_dot
 from epmoe.ops.scatter_rows import scatter_rows
 
@@ -85,11 +85,7 @@ def gather_sum_reference(
     return acc.to(out_dtype)
 
 
-@torch.library.custom_op(
-    "epmoe::gather_sum",
-    mutates_args=(),
-    schema="(Tensor src, Tensor index, Tensor? weight, ScalarType out_dtype) -> Tensor",
-)
+@op("gather_sum", "(Tensor src, Tensor index, Tensor? weight, ScalarType out_dtype) -> Tensor")
 def _gather_sum(src, index, weight, out_dtype):
     kernel = use_triton(src) and out_dtype != torch.float64
     return (_gather_sum_triton if kernel else gather_sum_reference)(src, index, weight, out_dtype)

@@ -3,7 +3,7 @@
 On the path of a token backwards: dW2 from (dout, w · act), dW1 from (dpre, x), both read in place by row index.
 
 Letters: L local experts, K experts per token, T rows; the weight is `[L, N, D]`: N columns of dy, D columns of x.
-Expert e owns sorted rows offsets[e]:offsets[e + 1].
+Expert e owns rows row_start[e]:row_end[e] (`ops/_segments.py`).
 """
 
 from __future__ import annotations
@@ -11,25 +11,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epmoe.ops._configs import num_programs, wgrad_config
+from epmoe.ops._configs import expected_rows, num_programs, wgrad_config
+from epmoe.ops._segments import check_segments
 from epmoe.ops._triton import (
     INTERPRET,
     KERNEL_DTYPES,
     cast_from_float32,
+    cdiv,
+    check_flat,
     dot_accumulate,
     jit,
+    on_device_of,
+    op,
+    scale_dtypes,
     tl,
-    triton,
     unit_stride,
     use_triton,
 )
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["row_start", "row_end"])
 def _grouped_wgrad_kernel(
     dy,
     x,
-    offsets,
+    row_start,
+    row_end,
     dy_index,
     x_index,
     row_scale,
@@ -50,7 +56,8 @@ def _grouped_wgrad_kernel(
 ):
     """dw[e, n, d] in tiles of BLOCK_M n by BLOCK_N d, in steps of BLOCK_K rows.
 
-    offsets = [0, 5, 5, 9], BLOCK_K = 4: a tile of expert 0 adds rows 0..3 and then row 4, one of expert 1 stores zeros.
+    row_start = [0, 5, 5], row_end = [5, 5, 9], BLOCK_K = 4: a tile of expert 0 adds rows 0..3 and then row 4, one of
+    expert 1 stores zeros.
     A tile has one owner and its rows come in order: the same inputs give the same bits.
     """
     TILES_M: tl.constexpr = (N + BLOCK_M - 1) // BLOCK_M
@@ -64,8 +71,8 @@ def _grouped_wgrad_kernel(
         ns = (first_m + within % group) * BLOCK_M + tl.arange(0, BLOCK_M)
         ds = within // group * BLOCK_N + tl.arange(0, BLOCK_N)
 
-        begin = tl.load(offsets + e)
-        end = tl.load(offsets + e + 1)
+        begin = tl.load(row_start + e)
+        end = tl.load(row_end + e)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in tl.range(begin, end, BLOCK_K):
             rows = step + tl.arange(0, BLOCK_K)
@@ -99,10 +106,11 @@ def _grouped_wgrad_kernel(
         tl.store(at, cast_from_float32(acc, dw.dtype.element_ty, INTERPRETED), mask=inside)
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["row_start", "row_end"])
 def _grouped_bias_kernel(
     dy,
-    offsets,
+    row_start,
+    row_end,
     dy_index,
     dbias,
     dy_stride,
@@ -116,8 +124,8 @@ def _grouped_bias_kernel(
     TILES_M: tl.constexpr = (N + BLOCK_M - 1) // BLOCK_M
     e = tl.program_id(0) // TILES_M
     ns = tl.program_id(0) % TILES_M * BLOCK_M + tl.arange(0, BLOCK_M)
-    begin = tl.load(offsets + e)
-    end = tl.load(offsets + e + 1)
+    begin = tl.load(row_start + e)
+    end = tl.load(row_end + e)
     acc = tl.zeros((BLOCK_K, BLOCK_M), tl.float32)
     for step in tl.range(begin, end, BLOCK_K):
         rows = step + tl.arange(0, BLOCK_K)
@@ -131,11 +139,12 @@ def _grouped_bias_kernel(
     tl.store(dbias + e.to(tl.int64) * N + ns, total, mask=ns < N)
 
 
-@torch.library.custom_op("epmoe::grouped_wgrad", mutates_args=())
+@op("grouped_wgrad")
 def grouped_wgrad(
     dy: Tensor,
     x: Tensor,
-    offsets: Tensor,
+    row_start: Tensor,
+    row_end: Tensor,
     dy_index: Tensor | None,
     dy_divisor: int,
     x_index: Tensor | None,
@@ -144,103 +153,138 @@ def grouped_wgrad(
     scale_index: Tensor | None,
     with_bias: bool,
     out_dtype: torch.dtype,
+    expected_m: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """dw[e] = sum over the sorted rows n of expert e of scale · outer(dy[row], x[row]); dbias[e] = sum of dy[row].
+    """dw[e] = sum over the rows n of expert e of scale · outer(dy[row], x[row]); dbias[e] = sum of dy[row].
 
     Args:
         dy: `[*, N]`, x: `[*, D]`, of one dtype; rows may be strided.
-        offsets: `[L + 1]` int32 on the device.
-        dy_index, dy_divisor: row of dy for sorted row n is dy_index[n] // dy_divisor, or n when the index is None.
+        row_start, row_end: `[L]` int32 on the device, the rows n of each expert. Nothing is read for other rows.
+        dy_index, dy_divisor: row of dy for row n is dy_index[n] // dy_divisor, or n when the index is None.
         x_index, x_divisor: the same for x.
         row_scale: flat float32 or None; its entry scale_index[n] (n when None) multiplies row n's outer product.
         with_bias: compute dbias, which `row_scale` does not touch.
         out_dtype: dtype of both gradients; sums are in fp32.
+        expected_m: the rows an expert should expect, (M·R·K + E) // E; picks the configuration and never what is
+            computed. None: all rows / L.
 
     Returns:
         `dw [L, N, D]` and `dbias [L, N]` (`[0]` unless `with_bias`); experts without rows get exact zeros.
 
     Raises:
-        ValueError: dtypes, strides, offsets or divisors are not as above.
+        ValueError: dtypes, strides, segments or divisors are not as above.
     """
-    if dy.dtype != x.dtype or dy.dtype not in (*KERNEL_DTYPES, torch.float64):
-        raise ValueError(f"dy has dtype {dy.dtype}, x {x.dtype}: both must be the same floating dtype")
-    if offsets.dim() != 1 or offsets.shape[0] < 1 or offsets.dtype != torch.int32:
-        raise ValueError(f"offsets is {tuple(offsets.shape)} {offsets.dtype}: must be (L + 1,) torch.int32")
+    dtype = dy.dtype
+    if dtype != x.dtype or (dtype not in KERNEL_DTYPES and dtype != torch.float64):
+        raise ValueError(f"dy has dtype {dtype}, x {x.dtype}: both must be the same floating dtype")
+    check_segments(row_start, row_end)
+    for name, index in (("dy_index", dy_index), ("x_index", x_index), ("scale_index", scale_index)):
+        check_flat(index, name, torch.int32)
+    check_flat(row_scale, "row_scale", *scale_dtypes(dy))
     if min(dy_divisor, x_divisor) < 1:
         raise ValueError(f"dy_divisor={dy_divisor}, x_divisor={x_divisor}: both must be at least 1")
     dy_stride, x_stride = unit_stride(dy, "dy"), unit_stride(x, "x")
     if not use_triton(dy):
         return grouped_wgrad_reference(
-            dy, x, offsets, dy_index, dy_divisor, x_index, x_divisor, row_scale, scale_index, with_bias, out_dtype
+            dy,
+            x,
+            row_start,
+            row_end,
+            dy_index,
+            dy_divisor,
+            x_index,
+            x_divisor,
+            row_scale,
+            scale_index,
+            with_bias,
+            out_dtype,
         )
-    dw, dbias = _empty_gradients(dy, x, offsets, with_bias, out_dtype)
+    dw, dbias = _empty_gradients(dy, x, row_start, with_bias, out_dtype)
     L, n, d = dw.shape
     if L == 0 or n == 0:
         return dw, dbias
     max_rows = next((t.shape[0] for t in (dy_index, x_index) if t is not None), dy.shape[0])
     gathered = dy_index is not None or x_index is not None
-    config = wgrad_config(dy.device, dy.dtype, triton.cdiv(max_rows, L), n, d, gathered)
-    if d > 0:
-        tiles = L * triton.cdiv(n, config.block_m) * triton.cdiv(d, config.block_n)
-        _grouped_wgrad_kernel[(num_programs(dy.device, config.programs_per_sm, tiles),)](
-            dy,
-            x,
-            offsets,
-            dy_index,
-            x_index,
-            row_scale,
-            scale_index,
-            dw,
-            dy_stride,
-            x_stride,
-            L=L,
-            N=n,
-            D=d,
-            DY_DIVISOR=dy_divisor,
-            X_DIVISOR=x_divisor,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            GROUP_M=config.group_m,
-            INTERPRETED=INTERPRET,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
-    if with_bias:
-        _grouped_bias_kernel[(L * triton.cdiv(n, config.block_m),)](
-            dy,
-            offsets,
-            dy_index,
-            dbias,
-            dy_stride,
-            N=n,
-            DY_DIVISOR=dy_divisor,
-            BLOCK_M=config.block_m,
-            BLOCK_K=config.block_k,
-            INTERPRETED=INTERPRET,
-            num_warps=config.num_warps,
-        )
+    config = wgrad_config(dy.device, dy.dtype, expected_rows(max_rows, L, expected_m), n, d, gathered)
+    with on_device_of(dy):
+        if d > 0:
+            tiles = L * cdiv(n, config.block_m) * cdiv(d, config.block_n)
+            _grouped_wgrad_kernel[(num_programs(dy.device, config.programs_per_sm, tiles),)](
+                dy,
+                x,
+                row_start,
+                row_end,
+                dy_index,
+                x_index,
+                row_scale,
+                scale_index,
+                dw,
+                dy_stride,
+                x_stride,
+                L=L,
+                N=n,
+                D=d,
+                DY_DIVISOR=dy_divisor,
+                X_DIVISOR=x_divisor,
+                BLOCK_M=config.block_m,
+                BLOCK_N=config.block_n,
+                BLOCK_K=config.block_k,
+                GROUP_M=config.group_m,
+                INTERPRETED=INTERPRET,
+                num_warps=config.num_warps,
+                num_stages=config.num_stages,
+            )
+        if with_bias:
+            _grouped_bias_kernel[(L * cdiv(n, config.block_m),)](
+                dy,
+                row_start,
+                row_end,
+                dy_index,
+                dbias,
+                dy_stride,
+                N=n,
+                DY_DIVISOR=dy_divisor,
+                BLOCK_M=config.block_m,
+                BLOCK_K=config.block_k,
+                INTERPRETED=INTERPRET,
+                num_warps=config.num_warps,
+            )
     return dw, dbias
 
 
 def _empty_gradients(
-    dy: Tensor, x: Tensor, offsets: Tensor, with_bias: bool, out_dtype: torch.dtype
+    dy: Tensor, x: Tensor, row_start: Tensor, with_bias: bool, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    L, n, d = offsets.shape[0] - 1, dy.shape[1], x.shape[1]
+    L, n, d = row_start.shape[0], dy.shape[1], x.shape[1]
     dw = torch.empty(L, n, d, dtype=out_dtype, device=dy.device)
     dbias = torch.empty((L, n) if with_bias else (0,), dtype=out_dtype, device=dy.device)
     return dw, dbias
 
 
 @grouped_wgrad.register_fake
-def _(dy, x, offsets, dy_index, dy_divisor, x_index, x_divisor, row_scale, scale_index, with_bias, out_dtype):
-    return _empty_gradients(dy, x, offsets, with_bias, out_dtype)
+def _(
+    dy,
+    x,
+    row_start,
+    row_end,
+    dy_index,
+    dy_divisor,
+    x_index,
+    x_divisor,
+    row_scale,
+    scale_index,
+    with_bias,
+    out_dtype,
+    expected_m=None,
+):
+    return _empty_gradients(dy, x, row_start, with_bias, out_dtype)
 
 
 def grouped_wgrad_reference(
     dy: Tensor,
     x: Tensor,
-    offsets: Tensor,
+    row_start: Tensor,
+    row_end: Tensor,
     dy_index: Tensor | None,
     dy_divisor: int,
     x_index: Tensor | None,
@@ -251,11 +295,10 @@ def grouped_wgrad_reference(
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """The torch twin of `grouped_wgrad`, one matmul per expert."""
-    dw, dbias = _empty_gradients(dy, x, offsets, with_bias, out_dtype)
+    dw, dbias = _empty_gradients(dy, x, row_start, with_bias, out_dtype)
     wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
-    bounds = offsets.tolist()
-    for e in range(len(bounds) - 1):
-        own = slice(bounds[e], bounds[e + 1])
+    for e, (start, end) in enumerate(zip(row_start.tolist(), row_end.tolist(), strict=True)):
+        own = slice(start, end)
         g = (dy[own] if dy_index is None else dy[dy_index[own].long() // dy_divisor]).to(wide)
         h = (x[own] if x_index is None else x[x_index[own].long() // x_divisor]).to(wide)
         if with_bias:

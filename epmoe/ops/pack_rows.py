@@ -16,7 +16,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from epmoe.ops._triton import jit, tl, triton, use_triton
+from epmoe.ops._triton import cdiv, jit, next_power_of_2, op, tl, use_triton
 
 ALIGN = 16  # bytes; one vector access, and more than any dtype needs to be viewed in place
 COPY_BYTES = 4096  # of a row per program at most
@@ -94,10 +94,8 @@ def _pack_rows_triton(values: Tensor, extras: Tensor | None, index: Tensor | Non
     tail = (layout.row_bytes - layout.extras_offset) // 4
     element, unit = _copy_element(values, layout)
     unit_bytes = element.itemsize * unit
-    block = max(
-        128, min(COPY_BYTES // element.itemsize, triton.next_power_of_2(layout.extras_offset // element.itemsize))
-    )
-    grid = (S, triton.cdiv(layout.extras_offset, block * element.itemsize))
+    block = max(128, min(COPY_BYTES // element.itemsize, next_power_of_2(layout.extras_offset // element.itemsize)))
+    grid = (S, cdiv(layout.extras_offset, block * element.itemsize))
     with torch.cuda.device_of(values):
         _pack_rows_kernel[grid](
             values.view(element) if values.shape[0] > 0 else out.view(element),
@@ -105,7 +103,7 @@ def _pack_rows_triton(values: Tensor, extras: Tensor | None, index: Tensor | Non
             layout.values_bytes // unit_bytes, values.stride(0) * values.itemsize // unit_bytes,
             layout.extras_offset // unit_bytes, layout.row_bytes // unit_bytes,
             0 if extras is None else extras.stride(0), layout.extras_offset // 4, layout.row_bytes // 4,
-            W=W, TAIL=triton.next_power_of_2(tail) if tail else 0, HAS_INDEX=index is not None, UNIT=unit, BLOCK=block,
+            W=W, TAIL=next_power_of_2(tail) if tail else 0, HAS_INDEX=index is not None, UNIT=unit, BLOCK=block,
             num_warps=4 if block >= 512 else 1,
         )  # fmt: skip
     return out
@@ -134,9 +132,7 @@ def _output_shape(values: Tensor, extras: Tensor | None, index: Tensor | None) -
     return S, row_layout(values.shape[1], values.dtype, 0 if extras is None else extras.shape[1])
 
 
-@torch.library.custom_op(
-    "epmoe::pack_rows", mutates_args=(), schema="(Tensor values, Tensor? extras, Tensor? index) -> Tensor"
-)
+@op("pack_rows", "(Tensor values, Tensor? extras, Tensor? index) -> Tensor")
 def _pack_rows(values, extras, index):
     return (_pack_rows_triton if use_triton(values) else pack_rows_reference)(values, extras, index)
 

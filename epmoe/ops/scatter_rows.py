@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from epmoe.ops._rows import check_terms, dense_rows, row_grid
-from epmoe.ops._triton import INTERPRET, cast_from_float32, jit, tl, triton, use_triton
+from epmoe.ops._triton import INTERPRET, cast_from_float32, cdiv, jit, op, tl, use_triton
 
 INVERT_BLOCK = 1024
 
@@ -52,7 +52,7 @@ def _scatter_rows_triton(
     term = index.new_empty(num_rows).fill_(-1)
     grid, blocks = row_grid(num_rows, H)
     with torch.cuda.device_of(dout):
-        _invert_kernel[(triton.cdiv(index.numel(), INVERT_BLOCK),)](
+        _invert_kernel[(cdiv(index.numel(), INVERT_BLOCK),)](
             index, term, index.numel(), num_rows, BLOCK=INVERT_BLOCK, num_warps=4
         )
         _scatter_rows_kernel[grid](
@@ -86,11 +86,7 @@ def scatter_rows_reference(
     return out[:num_rows].clone()
 
 
-@torch.library.custom_op(
-    "epmoe::scatter_rows",
-    mutates_args=(),
-    schema="(Tensor dout, Tensor index, Tensor? weight, SymInt num_rows, ScalarType out_dtype) -> Tensor",
-)
+@op("scatter_rows", "(Tensor dout, Tensor index, Tensor? weight, SymInt num_rows, ScalarType out_dtype) -> Tensor")
 def _scatter_rows(dout, index, weight, num_rows, out_dtype):
     kernel = use_triton(dout) and out_dtype != torch.float64
     return (_scatter_rows_triton if kernel else scatter_rows_reference)(dout, index, weight, num_rows, out_dtype)

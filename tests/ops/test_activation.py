@@ -10,6 +10,7 @@ from torch import Tensor
 
 from epmoe.config import ACTIVATIONS, Activation
 from epmoe.ops import _configs, activation
+from epmoe.ops._segments import batched_segments, standard_segments
 from epmoe.ops._triton import INTERPRET
 from epmoe.ops.activation import activation_backward, activation_backward_reference, apply_activation
 from epmoe.testing import poisoned_empty
@@ -67,7 +68,7 @@ def case(act: Activation, count: int, tail: int, size: int, dtype: torch.dtype, 
     weights = torch.rand(count + 4, generator=generator)
     offsets = torch.tensor([0, count // 3, count // 3, count], dtype=torch.int32)
     preact, grad, index, weights, offsets = (t.to(device) for t in (preact, grad, index, weights, offsets))
-    return preact[:, :wide], grad[:, :size], offsets, index, weights
+    return preact[:, :wide], grad[:, :size], standard_segments(offsets), index, weights
 
 
 def test_forward_follows_its_formula_for_any_leading_shape(act, seed):
@@ -100,13 +101,13 @@ def test_odd_width_of_a_gated_activation_is_named():
 
 
 def test_twin_is_the_gradient_of_the_forward(act, seed):
-    preact, grad, offsets, index, weights = case(act, 9, 2, 6, torch.float64, "cpu", seed)
+    preact, grad, segments, index, weights = case(act, 9, 2, 6, torch.float64, "cpu", seed)
     w = weights.double()[index[:9].long()][:, None]
     leaf = preact[:9].detach().clone().requires_grad_()
     out = apply_activation(leaf, act.name, act.alpha, act.limit)
     (want,) = torch.autograd.grad((out * w * grad[:9]).sum(), leaf)
     dpre, act_scaled, dweight = activation_backward_reference(
-        preact, grad, offsets, index, weights.double(), act.name, act.alpha, act.limit
+        preact, grad, *segments, index, weights.double(), act.name, act.alpha, act.limit
     )
     torch.testing.assert_close(dpre[:9], want, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(act_scaled[:9], (out * w).detach(), rtol=1e-12, atol=1e-12)
@@ -117,12 +118,12 @@ def test_twin_is_the_gradient_of_the_forward(act, seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_kernel_agrees_with_the_float64_twin_and_leaves_the_tail_alone(act, dtype, weighted, device, seed):
     count, size = (7, 24) if device == "cpu" else (1111, 2880)
-    preact, grad, offsets, index, weights = case(act, count, 3, size, dtype, device, seed)
+    preact, grad, segments, index, weights = case(act, count, 3, size, dtype, device, seed)
     weights = weights if weighted else None
     with poisoned_empty():
-        got = activation_backward(preact, grad, offsets, index, weights, act.name, act.alpha, act.limit)
+        got = activation_backward(preact, grad, *segments, index, weights, act.name, act.alpha, act.limit)
     want = activation_backward_reference(
-        preact.double(), grad.double(), offsets, index, weights, act.name, act.alpha, act.limit
+        preact.double(), grad.double(), *segments, index, weights, act.name, act.alpha, act.limit
     )
     for name, g, w in zip(("dpre", "act_scaled", "dweight"), got, want, strict=True):
         assert g.shape == w.shape and g.dtype == (torch.float32 if name == "dweight" else dtype)
@@ -135,8 +136,8 @@ def test_gradient_passes_on_the_clamp_and_stops_beyond_it(name, device):
     g = torch.tensor([7.0, 7.5, 1.0, 1.0, 1.0, 1.0])
     u = torch.tensor([1.0, 1.0, 7.0, 7.5, -7.0, -7.5])
     preact, grad = torch.cat([g, u])[None].to(device), torch.ones(1, 6, device=device)
-    offsets = torch.tensor([0, 1], dtype=torch.int32, device=device)
-    args = (offsets, None, None, name, 1.0, 7.0)
+    segments = standard_segments(torch.tensor([0, 1], dtype=torch.int32, device=device))
+    args = (*segments, None, None, name, 1.0, 7.0)
     leaf = preact.clone().requires_grad_()
     apply_activation(leaf, name, 1.0, 7.0).sum().backward()
     for dpre in (activation_backward(preact, grad, *args)[0], leaf.grad):
@@ -149,16 +150,16 @@ def test_bf16_results_are_rounded_to_nearest_even(device):
     bits = torch.arange(0x3F00, 0x4200, dtype=torch.int32).to(torch.uint16)  # 0.5 to 32, every bf16
     preact = bits.view(torch.bfloat16).reshape(8, -1).to(device)
     preact[0, 0] = math.nan
-    offsets = torch.tensor([0, 8], dtype=torch.int32, device=device)
-    _, act, _ = activation_backward(preact, torch.ones_like(preact), offsets, None, None, "relu2", 1.0, math.inf)
+    segments = standard_segments(torch.tensor([0, 8], dtype=torch.int32, device=device))
+    _, act, _ = activation_backward(preact, torch.ones_like(preact), *segments, None, None, "relu2", 1.0, math.inf)
     want = preact.float().square().to(torch.bfloat16)  # the square of a bf16 is exact in fp32
     torch.testing.assert_close(act, want, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_few_rows(act, count, device, seed):
-    preact, grad, offsets, index, weights = case(act, count, 2, 8, torch.float32, device, seed)
-    args = (preact, grad, offsets, index, weights, act.name, act.alpha, act.limit)
+    preact, grad, segments, index, weights = case(act, count, 2, 8, torch.float32, device, seed)
+    args = (preact, grad, *segments, index, weights, act.name, act.alpha, act.limit)
     with poisoned_empty():
         got, want = activation_backward(*args), activation_backward_reference(*args)
     for g, w in zip(got, want, strict=True):
@@ -167,16 +168,16 @@ def test_few_rows(act, count, device, seed):
 
 def test_empty_buffers_do_not_launch(device):
     empty = torch.empty(0, 8, device=device)
-    offsets = torch.zeros(3, dtype=torch.int32, device=device)
-    got = activation_backward(empty, empty[:, :4].contiguous(), offsets, None, None, "swiglu", 1.0, math.inf)
+    bounds = torch.zeros(2, dtype=torch.int32, device=device)
+    got = activation_backward(empty, empty[:, :4].contiguous(), bounds, bounds, None, None, "swiglu", 1.0, math.inf)
     assert [tuple(g.shape) for g in got] == [(0, 8), (0, 4), (0,)]
 
 
 def test_columns_are_walked_in_steps_when_a_row_is_wider_than_a_block(monkeypatch, device, seed):
     monkeypatch.setattr(activation, "row_config", lambda width: _configs.RowConfig(16, 4, 2))
     act = Activation("geglu")
-    preact, grad, offsets, index, weights = case(act, 13, 1, 43, torch.float32, device, seed)
-    args = (offsets, index, weights, act.name, act.alpha, act.limit)
+    preact, grad, segments, index, weights = case(act, 13, 1, 43, torch.float32, device, seed)
+    args = (*segments, index, weights, act.name, act.alpha, act.limit)
     got = activation_backward(preact, grad, *args)
     want = activation_backward_reference(preact.double(), grad.double(), *args)
     for g, w in zip(got, want, strict=True):
@@ -184,8 +185,8 @@ def test_columns_are_walked_in_steps_when_a_row_is_wider_than_a_block(monkeypatc
 
 
 def test_a_nan_stays_in_its_own_row(act, device, seed):
-    preact, grad, offsets, index, weights = case(act, 5, 1, 8, torch.float32, device, seed)
-    args = (offsets, index, weights, act.name, act.alpha, act.limit)
+    preact, grad, segments, index, weights = case(act, 5, 1, 8, torch.float32, device, seed)
+    args = (*segments, index, weights, act.name, act.alpha, act.limit)
     clean = activation_backward(preact, grad, *args)
     preact = preact.clone()
     preact[2, 0] = math.nan
@@ -197,16 +198,50 @@ def test_a_nan_stays_in_its_own_row(act, device, seed):
 
 
 def test_mistakes_are_named():
-    preact, offsets = torch.zeros(2, 8), torch.tensor([0, 2], dtype=torch.int32)
+    preact, grad = torch.zeros(2, 8), torch.zeros(2, 4)
+    start, end = torch.tensor([0], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    tail = ("swiglu", 1.0, math.inf)
     with pytest.raises(ValueError, match="grad"):
-        activation_backward(preact, torch.zeros(2, 8), offsets, None, None, "swiglu", 1.0, math.inf)
-    with pytest.raises(ValueError, match="row_index"):
-        activation_backward(preact, torch.zeros(2, 4), offsets, None, torch.ones(2), "swiglu", 1.0, math.inf)
+        activation_backward(preact, torch.zeros(2, 8), start, end, None, None, *tail)
+    with pytest.raises(ValueError, match="row_end is torch.int64"):
+        activation_backward(preact, grad, start, end.long(), None, None, *tail)
     with pytest.raises(ValueError, match="activation='swish'"):
-        activation_backward(preact, torch.zeros(2, 4), offsets, None, None, "swish", 1.0, math.inf)
+        activation_backward(preact, grad, start, end, None, None, "swish", 1.0, math.inf)
+    with pytest.raises(ValueError, match="topk_weights_flat is .* strides .*: must be 1-D, contiguous"):
+        activation_backward(preact, grad, start, end, None, torch.rand(2, 3)[:, 1:2].reshape(-1), *tail)
+
+
+@pytest.mark.parametrize("counts, capacity", [([3, 0, 7, 1], 7), ([0, 0], 3), ([9], 11)], ids=str)
+def test_rows_between_the_segments_of_batched_experts_are_left_alone(act, counts, capacity, device, seed):
+    if device == "cuda":
+        counts, capacity = [50 * n for n in counts], 50 * capacity
+    generator = torch.Generator().manual_seed(seed)
+    rows, size = len(counts) * capacity, 24
+    owned = torch.tensor([e * capacity + c for e, count in enumerate(counts) for c in range(count)], dtype=torch.int64)
+    padding = torch.ones(rows, dtype=torch.bool)
+    padding[owned] = False
+    preact = torch.randn(rows, 2 * size if act.gated else size, generator=generator)
+    grad, weights = torch.randn(rows, size, generator=generator), torch.rand(rows, generator=generator)
+    segments = batched_segments(torch.tensor(counts, dtype=torch.int32), capacity)
+    tail = (act.name, act.alpha, act.limit)
+    inputs = [t.to(device) for t in (preact, grad, *segments)], weights.to(device)
+    with poisoned_empty():
+        clean = activation_backward(*inputs[0], None, inputs[1], *tail)
+    for t in (preact, grad, weights):
+        t[padding] = math.nan
+    inputs = [t.to(device) for t in (preact, grad, *segments)], weights.to(device)
+    with poisoned_empty():
+        got = activation_backward(*inputs[0], None, inputs[1], *tail)
+    want = activation_backward_reference(preact.double(), grad.double(), *segments, None, weights.double(), *tail)
+    for g, c, w in zip(got, clean, want, strict=True):
+        assert torch.equal(g[owned], c[owned])
+        torch.testing.assert_close(g[owned].cpu(), w[owned].float(), rtol=1e-4, atol=1e-5)
+        assert g[padding].isnan().all()
 
 
 def test_op_has_a_faithful_fake(act, seed):
-    preact, grad, offsets, index, weights = case(act, 4, 0, 6, torch.float32, "cpu", seed)
-    args = (preact, grad, offsets, index, weights, act.name, act.alpha, act.limit)
-    torch.library.opcheck(activation_backward, args, test_utils=("test_schema", "test_faketensor"))
+    preact, grad, segments, index, weights = case(act, 4, 0, 6, torch.float32, "cpu", seed)
+    args = (preact, grad, *(t.clone() for t in segments), index, weights, act.name, act.alpha, act.limit)
+    torch.library.opcheck(
+        torch.ops.epmoe.activation_backward.default, args, test_utils=("test_schema", "test_faketensor")
+    )

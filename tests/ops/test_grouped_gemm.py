@@ -12,8 +12,8 @@ from torch import Tensor
 
 from epmoe.config import ACTIVATIONS, Activation
 from epmoe.ops import _configs
-from epmoe.ops import grouped_gemm as module
 from epmoe.ops._configs import GemmConfig
+from epmoe.ops._segments import batched_segments, standard_segments
 from epmoe.ops._triton import INTERPRET
 from epmoe.ops.grouped_gemm import (
     grouped_gemm,
@@ -33,6 +33,8 @@ COUNTS = {
     "one-expert": [33],
     "one-hot": [0, 0, 0, 0, 41],
 }
+# How rows are found: in sorted order, by an index, or as batched experts, which are dense and lie apart.
+LAYOUTS = ["in-place", "gathered", "batched"]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -42,6 +44,26 @@ def device(request, monkeypatch):
         pytest.skip("Triton was imported " + ("with TRITON_INTERPRET=1" if INTERPRET else "without its interpreter"))
     monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
     return request.param
+
+
+@pytest.fixture
+def configure(monkeypatch):
+    """Replaces the choice of configurations; the plans made from them last as long."""
+
+    def replace(choose):
+        _configs.gemm_plan.cache_clear()
+        monkeypatch.setattr(_configs, "gemm_config", choose)
+
+    yield replace
+    _configs.gemm_plan.cache_clear()
+
+
+def on_gpu(*args):
+    """What a GPU would choose."""
+    return gemm_config(*args, interpret=False)
+
+
+gemm_config = _configs.gemm_config
 
 
 def sizes(device: str, small: tuple[int, int], large: tuple[int, int]) -> tuple[int, int]:
@@ -59,8 +81,11 @@ def case(
     tail: int = 5,
     transpose: bool = False,
     dense: bool = False,
+    capacity: int | None = None,
 ) -> SimpleNamespace:
-    """Rows of x inside a wider NaN buffer, tokens that nobody chose are NaN, -1 indices past the count.
+    """Rows of x inside a wider NaN buffer, tokens that nobody chose are NaN, -1 indices in rows of no expert.
+
+    With `capacity` in the batched layout, else sorted with `tail` rows of no expert behind the last one.
 
     Experts' weights differ in magnitude too, so that a row multiplied by another expert's is far off.
     """
@@ -71,21 +96,30 @@ def case(
 
     count, L = sum(counts), len(counts)
     tokens = -(-(count + 4) // k)
-    index = torch.full((count + tail,), -1, dtype=torch.int32)
-    index[:count] = torch.randperm(tokens * k, generator=generator)[:count].int()
-    rows = count + tail if dense else tokens
-    x = torch.full((rows, d + 8), math.nan, dtype=dtype)
-    used = torch.arange(count) if dense else index[:count].long() // k
+    if capacity is None:
+        segments = standard_segments(torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int())
+        max_rows = count + tail
+    else:
+        segments, max_rows = batched_segments(torch.tensor(counts, dtype=torch.int32), capacity), L * capacity
+    bounds = list(zip(*(t.tolist() for t in segments), strict=True))
+    owned = torch.tensor([n for start, end in bounds for n in range(start, end)], dtype=torch.int64)
+    index = torch.full((max_rows,), -1, dtype=torch.int32)
+    index[owned] = torch.randperm(tokens * k, generator=generator)[:count].int()
+    x = torch.full((max_rows if dense else tokens, d + 8), math.nan, dtype=dtype)
+    used = owned if dense else index[owned].long() // k
     x[used, :d] = randn(len(used), d).to(dtype)
+    padding = torch.ones(max_rows, dtype=torch.bool)
+    padding[owned] = False
     magnitude = 2.0 ** (torch.arange(L) % 4 - 1)  # its cube (reglu2) must fit fp16
     w = (randn(L, *((d, n) if transpose else (n, d))) * magnitude[:, None, None] / d**0.5).to(dtype)
     bias = (randn(L, n) * magnitude[:, None]).to(dtype)
-    offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int()
-    built = SimpleNamespace(
-        x=x, w=w, bias=bias, offsets=offsets, index=index, scale=torch.rand(tokens * k, generator=generator) + 0.5
-    )
-    built = SimpleNamespace(**{name: t.to(device) for name, t in vars(built).items()})
-    return SimpleNamespace(**vars(built) | {"x": built.x[:, :d], "count": count, "k": k, "max_rows": count + tail})
+    scale = torch.rand(max(tokens * k, max_rows), generator=generator) + 0.5
+    tensors = {"x": x, "w": w, "bias": bias, "index": index, "scale": scale, "owned": owned, "padding": padding}
+    built = SimpleNamespace(**{name: t.to(device) for name, t in tensors.items()})
+    built.x = built.x[:, :d]
+    built.segments = tuple(t.to(device) for t in segments)
+    built.bounds, built.count, built.k, built.max_rows = bounds, count, k, max_rows
+    return built
 
 
 def row_error(got: Tensor, want: Tensor) -> float:
@@ -96,72 +130,65 @@ def row_error(got: Tensor, want: Tensor) -> float:
     return ((got.double() - want).norm(dim=-1) / norms.clamp_min(norms.mean() / 20)).max().item()
 
 
-def check_gemm(c: SimpleNamespace, bias: bool, gather: bool, transpose: bool) -> None:
+def check_gemm(c: SimpleNamespace, bias: bool, gather: bool, transpose: bool, expected_m: int | None = None) -> Tensor:
     index, divisor = (c.index, c.k) if gather else (None, 1)
     b = c.bias if bias else None
+    rows = (*c.segments, index, divisor, c.max_rows)
     with poisoned_empty():
-        got = grouped_gemm(c.x, c.w, b, c.offsets, index, divisor, c.max_rows, transpose)
-    want = grouped_gemm_reference(
-        c.x.double(),
-        c.w.double(),
-        None if b is None else b.double(),
-        c.offsets,
-        index,
-        divisor,
-        c.max_rows,
-        transpose,
-    )
+        got = grouped_gemm(c.x, c.w, b, *rows, transpose, expected_m=expected_m)
+    want = grouped_gemm_reference(c.x.double(), c.w.double(), None if b is None else b.double(), *rows, transpose)
     assert got.shape == want.shape and got.dtype == c.x.dtype
-    assert row_error(got[: c.count], want[: c.count]) < ROW_ERROR[c.x.dtype]
-    assert got[c.count :].isnan().all(), "written past the last row"
+    assert row_error(got[c.owned], want[c.owned]) < ROW_ERROR[c.x.dtype]
+    assert got[c.padding].isnan().all(), "a row of no expert was written"
+    return got
 
 
-def check_act(c: SimpleNamespace, act: Activation, bias: bool, scale: bool, save: bool) -> None:
+def check_act(c: SimpleNamespace, act: Activation, bias: bool, scale: bool, save: bool, gather: bool = True) -> None:
     b, s = c.bias if bias else None, c.scale if scale else None
     tail = (act.name, act.alpha, act.limit, save)
+    rows = (*c.segments, c.index if gather else None, c.k if gather else 1, c.max_rows)
     with poisoned_empty():
-        got = grouped_gemm_act(c.x, c.w, b, c.offsets, c.index, c.k, c.max_rows, s, *tail)
+        got = grouped_gemm_act(c.x, c.w, b, *rows, s, *tail)
     wide_bias = None if b is None else b.double()
-    want = grouped_gemm_act_reference(
-        c.x.double(), c.w.double(), wide_bias, c.offsets, c.index, c.k, c.max_rows, s, *tail
-    )
+    want = grouped_gemm_act_reference(c.x.double(), c.w.double(), wide_bias, *rows, s, *tail)
     for g, w in zip(got[: 1 + save], want[: 1 + save], strict=True):
         assert g.shape == w.shape and g.dtype == c.x.dtype
         # relu² of a sum near 0 has no relative accuracy of its own: rows are measured, never single numbers
-        assert row_error(g[: c.count], w[: c.count]) < ROW_ERROR[c.x.dtype]
-        assert g[c.count :].isnan().all(), "written past the last row"
+        assert row_error(g[c.owned], w[c.owned]) < ROW_ERROR[c.x.dtype]
+        assert g[c.padding].isnan().all(), "a row of no expert was written"
     if not save:
         assert got[1].shape == (0,)
 
 
 def naive_rows(c: SimpleNamespace, gather: bool) -> list[tuple[int, int, Tensor]]:
-    """(sorted row n, expert, row of x) for every row, one at a time."""
-    bounds = c.offsets.tolist()
+    """(row n, expert, row of x) for every row, one at a time."""
     return [
         (n, e, c.x[int(c.index[n]) // c.k if gather else n])
-        for e in range(len(bounds) - 1)
-        for n in range(bounds[e], bounds[e + 1])
+        for e, (start, end) in enumerate(c.bounds)
+        for n in range(start, end)
     ]
 
 
 @pytest.mark.parametrize("transpose", [False, True], ids=["w", "wT"])
-@pytest.mark.parametrize("gather", [False, True], ids=["in-place", "gathered"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
-def test_twin_is_one_dot_product_per_row_and_column(counts, gather, transpose, seed):
-    c = case(counts, 7, 5, torch.float64, "cpu", seed, transpose=transpose, dense=not gather)
+def test_twin_is_one_dot_product_per_row_and_column(counts, layout, transpose, seed):
+    gather = layout == "gathered"
+    capacity = max(counts) + 3 if layout == "batched" else None
+    c = case(counts, 7, 5, torch.float64, "cpu", seed, transpose=transpose, dense=not gather, capacity=capacity)
     index, divisor = (c.index, c.k) if gather else (None, 1)
     with poisoned_empty():
-        got = grouped_gemm_reference(c.x, c.w, c.bias, c.offsets, index, divisor, c.max_rows, transpose)
+        got = grouped_gemm_reference(c.x, c.w, c.bias, *c.segments, index, divisor, c.max_rows, transpose)
     for n, e, x in naive_rows(c, gather):
         want = x @ (c.w[e] if transpose else c.w[e].T) + c.bias[e]
         torch.testing.assert_close(got[n], want, rtol=1e-12, atol=1e-12)
-    assert got[c.count :].isnan().all()
+    assert got[c.padding].isnan().all()
 
 
 def test_twin_scales_before_the_bias_and_the_activation(seed):
     c = case(COUNTS["uneven"], 8, 5, torch.float64, "cpu", seed)
     act, preact = grouped_gemm_act_reference(
-        c.x, c.w, c.bias, c.offsets, c.index, c.k, c.max_rows, c.scale, "swiglu", 1.0, math.inf, True
+        c.x, c.w, c.bias, *c.segments, c.index, c.k, c.max_rows, c.scale, "swiglu", 1.0, math.inf, True
     )
     for n, e, x in naive_rows(c, True):
         y = c.scale[int(c.index[n])].double() * (c.w[e] @ x) + c.bias[e]
@@ -170,14 +197,42 @@ def test_twin_scales_before_the_bias_and_the_activation(seed):
 
 
 @pytest.mark.parametrize("transpose", [False, True], ids=["w", "wT"])
-@pytest.mark.parametrize("gather", [False, True], ids=["in-place", "gathered"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
-def test_kernel_agrees_with_the_twin_for_any_split_of_rows(counts, gather, transpose, device, seed):
+def test_kernel_agrees_with_the_twin_for_any_split_of_rows(counts, layout, transpose, device, seed):
     if device == "cuda":
         counts = [37 * n for n in counts]
     n, d = sizes(device, (80, 72), (1408, 2880))
-    c = case(counts, n, d, torch.float32, device, seed, transpose=transpose, dense=not gather)
+    gather = layout == "gathered"
+    capacity = max(counts) + seed % 3 if layout == "batched" else None
+    c = case(counts, n, d, torch.float32, device, seed, transpose=transpose, dense=not gather, capacity=capacity)
     check_gemm(c, bias=gather, gather=gather, transpose=transpose)
+
+
+@pytest.mark.parametrize("counts", [[5, 0, 34, 1], [7, 7]], ids=str)
+def test_fused_activation_reads_rows_and_scales_in_place_on_batched_experts(counts, device, seed):
+    n, d = sizes(device, (48, 24), (1536, 512))
+    c = case(counts, n, d, torch.bfloat16, device, seed, dense=True, capacity=max(counts) + seed % 2)
+    c.scale[: c.max_rows][c.padding] = math.nan
+    check_act(c, Activation("swiglu"), bias=True, scale=True, save=True, gather=False)
+
+
+@pytest.mark.parametrize("layout", ["in-place", "batched"])
+def test_expected_rows_choose_a_configuration_and_never_a_result(layout, device, seed, configure):
+    configure(on_gpu)
+    capacity = 150 if layout == "batched" else None
+    c = case([3, 0, 140, 1], 96, 64, torch.bfloat16, device, seed, dense=True, capacity=capacity)
+    chosen = set()
+    for expected_m in (None, 0, 1, 40, 100, 10**6):
+        check_gemm(c, True, False, False, expected_m)
+        share = _configs.expected_rows(c.max_rows, 4, expected_m)
+        chosen.add(gemm_config(c.x.device, c.x.dtype, share, 96, 64, False, interpret=False))
+    assert len(chosen) > 1, "the hint changed nothing"
+
+
+def test_expected_rows_are_the_hint_where_it_says_less_than_the_buffer():
+    assert _configs.expected_rows(0, 4, None) == 1 and _configs.expected_rows(400, 4, None) == 100
+    assert _configs.expected_rows(400, 4, 7) == 7 and _configs.expected_rows(400, 4, 10**6) == 100
 
 
 @pytest.mark.parametrize("transpose", [False, True], ids=["w", "wT"])
@@ -212,15 +267,15 @@ def test_bias_scale_and_preact_are_independent(name, bias, scale, save, device, 
 @pytest.mark.parametrize("transpose", [False, True], ids=["w", "wT"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("counts", [[3, 0, 17, 1], [30, 0, 20], [50, 61], [129, 0, 90], [300, 3]], ids=str)
-def test_gpu_configurations_are_right(counts, dtype, transpose, device, seed, monkeypatch):
-    monkeypatch.setattr(module, "gemm_config", lambda *args: _configs.gemm_config(*args, interpret=False))
+def test_gpu_configurations_are_right(counts, dtype, transpose, device, seed, configure):
+    configure(on_gpu)
     check_gemm(case(counts, 300, 80, dtype, device, seed, transpose=transpose), True, True, transpose)
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 17, 1], [50, 61], [129, 0, 90], [300, 3]], ids=str)
 @pytest.mark.parametrize("name", ["swiglu", "relu2"])
-def test_gpu_configurations_of_the_fused_activation_are_right(name, counts, device, seed, monkeypatch):
-    monkeypatch.setattr(module, "gemm_config", lambda *args: _configs.gemm_config(*args, interpret=False))
+def test_gpu_configurations_of_the_fused_activation_are_right(name, counts, device, seed, configure):
+    configure(on_gpu)
     check_act(case(counts, 296, 80, torch.bfloat16, device, seed), Activation(name), True, True, True)
 
 
@@ -241,9 +296,9 @@ SMALL = GemmConfig(32, 32, 32, group_m=2, num_warps=4, num_stages=2)
     ids=str,
 )
 @pytest.mark.parametrize("transpose", [False, True], ids=["w", "wT"])
-def test_configurations_decide_speed_only(change, transpose, device, seed, monkeypatch):
+def test_configurations_decide_speed_only(change, transpose, device, seed, configure):
     config = dataclasses.replace(SMALL, **change)
-    monkeypatch.setattr(module, "gemm_config", lambda *args: config)
+    configure(lambda *args: config)
     counts = [70, 0, 34, 1]
     check_gemm(case(counts, 88, 72, torch.float16, device, seed, transpose=transpose), True, True, transpose)
     if not transpose:
@@ -264,7 +319,7 @@ def test_weights_may_be_views(shift, device, seed):
 @pytest.mark.parametrize("counts", [[40], [3, 20]], ids=str)
 def test_a_token_does_not_feel_its_neighbours(counts, device, seed):
     c = case(counts, 48, 24, torch.float32, device, seed)
-    args = (c.w, c.bias, c.offsets, c.index, c.k, c.max_rows)
+    args = (c.w, c.bias, *c.segments, c.index, c.k, c.max_rows)
     clean = grouped_gemm(c.x, *args, False)[: c.count]
     token = int(c.index[0]) // c.k
     x = c.x.clone()
@@ -278,51 +333,63 @@ def test_the_next_experts_weights_do_not_leak_into_the_reduction(device, seed):
     for transpose in (False, True):
         c = case([9, 4], 40, 24, torch.float16, device, seed, transpose=transpose)
         c.w[1] = math.nan
-        got = grouped_gemm(c.x, c.w, None, c.offsets, c.index, c.k, c.max_rows, transpose)
+        got = grouped_gemm(c.x, c.w, None, *c.segments, c.index, c.k, c.max_rows, transpose)
         assert got[:9].isfinite().all() and got[9:13].isnan().all()
 
 
 def test_no_experts_and_no_rows(device):
-    offsets = torch.zeros(1, dtype=torch.int32, device=device)
+    none = torch.zeros(0, dtype=torch.int32, device=device)
     x, w = torch.zeros(4, 8, device=device), torch.zeros(0, 6, 8, device=device)
-    assert grouped_gemm(x, w, None, offsets, None, 1, 3, False).shape == (3, 6)
-    offsets = torch.zeros(3, dtype=torch.int32, device=device)
+    assert grouped_gemm(x, w, None, none, none, None, 1, 3, False).shape == (3, 6)
+    bounds = torch.zeros(2, dtype=torch.int32, device=device)
     w = torch.zeros(2, 6, 8, device=device)
-    act, preact = grouped_gemm_act(x[:0], w, None, offsets, None, 1, 0, None, "swiglu", 1.0, math.inf, True)
+    act, preact = grouped_gemm_act(x[:0], w, None, bounds, bounds, None, 1, 0, None, "swiglu", 1.0, math.inf, True)
     assert act.shape == (0, 3) and preact.shape == (0, 6)
 
 
 def test_mistakes_are_named():
-    x, w, offsets = torch.zeros(4, 8), torch.zeros(2, 6, 8), torch.zeros(3, dtype=torch.int32)
+    x, w, ends = torch.zeros(4, 8), torch.zeros(2, 6, 8), torch.zeros(2, dtype=torch.int32)
+    strided = torch.zeros(4, 2, dtype=torch.int32)[:, 0]
 
-    def gemm(x: Tensor = x, w: Tensor = w, bias: Tensor | None = None, offsets: Tensor = offsets, divisor: int = 1):
-        return grouped_gemm(x, w, bias, offsets, None, divisor, 4, False)
+    def gemm(x=x, w=w, bias=None, start=ends, end=ends, index=None, divisor=1):
+        return grouped_gemm(x, w, bias, start, end, index, divisor, 4, False)
 
     for match, wrong in {
         "dtype": {"w": w.double()},
         "have 8": {"w": torch.zeros(2, 6, 7)},
         "stride 1": {"x": torch.zeros(8, 4).T},
-        "offsets": {"offsets": torch.zeros(2, dtype=torch.int32)},
-        "torch.int64": {"offsets": torch.zeros(3, dtype=torch.int64)},
+        "one per expert, 2": {"start": torch.zeros(3, dtype=torch.int32), "end": torch.zeros(3, dtype=torch.int32)},
+        "row_end 3": {"end": torch.zeros(3, dtype=torch.int32)},
+        "row_start is torch.int64": {"start": ends.long()},
+        "row_end is .* strides": {"end": strided[:2]},
+        "row_index is .* strides": {"index": strided},
         "bias": {"bias": torch.zeros(2, 8)},
         "index_divisor=0": {"divisor": 0},
     }.items():
         with pytest.raises(ValueError, match=match):
             gemm(**wrong)
-    with pytest.raises(ValueError, match="row_index"):
-        grouped_gemm_act(x, w, None, offsets, None, 1, 4, torch.ones(4), "swiglu", 1.0, math.inf, False)
     with pytest.raises(ValueError, match="even"):
-        grouped_gemm_act(x, w[:, :5], None, offsets, None, 1, 4, None, "swiglu", 1.0, math.inf, False)
+        grouped_gemm_act(x, w[:, :5], None, ends, ends, None, 1, 4, None, "swiglu", 1.0, math.inf, False)
+
+
+def test_router_weights_that_lie_apart_are_refused_and_not_misread():
+    x, w, ends = torch.zeros(4, 8), torch.zeros(2, 6, 8), torch.zeros(2, dtype=torch.int32)
+    message = torch.rand(4, 5)
+    for scale in (message[:, 2:3].reshape(-1), message[:, :1], torch.ones(4, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="row_scale is .*: must be 1-D, contiguous"):
+            grouped_gemm_act(x, w, None, ends, ends, None, 1, 4, scale, "swiglu", 1.0, math.inf, False)
 
 
 def test_ops_have_faithful_fakes(seed):
     c = case([3, 0, 4], 6, 8, torch.float32, "cpu", seed, tail=0)
     utils = ("test_schema", "test_faketensor")
-    rows = (c.offsets, c.index, c.k, c.max_rows)
-    torch.library.opcheck(grouped_gemm, (c.x, c.w, c.bias, *rows, False), test_utils=utils)
+    rows = (*(t.clone() for t in c.segments), c.index, c.k, c.max_rows)
+    for expected_m in (None, 3):
+        args = (c.x, c.w, c.bias, *rows, False, expected_m)
+        torch.library.opcheck(torch.ops.epmoe.grouped_gemm.default, args, test_utils=utils)
     for save in (False, True):
         args = (c.x, c.w, c.bias, *rows, c.scale, "swiglu", 1.0, math.inf, save)
-        torch.library.opcheck(grouped_gemm_act, args, test_utils=utils)
+        torch.library.opcheck(torch.ops.epmoe.grouped_gemm_act.default, args, test_utils=utils)
 
 
 @pytest.mark.gpu
@@ -331,8 +398,8 @@ def test_rows_past_two_billion_elements_are_addressed(seed):
     generator = torch.Generator("cuda").manual_seed(seed)
     w = torch.randn(2, n, d, generator=generator, device="cuda").bfloat16()
     x = torch.randn(rows, d, generator=generator, device="cuda").bfloat16()
-    offsets = torch.tensor([0, rows // 2, rows], dtype=torch.int32, device="cuda")
-    y = grouped_gemm(x, w, None, offsets, None, 1, rows, False)
+    segments = standard_segments(torch.tensor([0, rows // 2, rows], dtype=torch.int32, device="cuda"))
+    y = grouped_gemm(x, w, None, *segments, None, 1, rows, False)
     assert row_error(y[-200:], x[-200:].double() @ w[1].double().T) < ROW_ERROR[torch.bfloat16]
-    back = grouped_gemm(y, w, None, offsets, None, 1, rows, True)
+    back = grouped_gemm(y, w, None, *segments, None, 1, rows, True)
     assert row_error(back[-200:], y[-200:].double() @ w[1].double()) < ROW_ERROR[torch.bfloat16]

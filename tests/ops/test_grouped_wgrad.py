@@ -13,6 +13,7 @@ from torch import Tensor
 from epmoe.ops import _configs
 from epmoe.ops import grouped_wgrad as module
 from epmoe.ops._configs import GemmConfig
+from epmoe.ops._segments import batched_segments, standard_segments
 from epmoe.ops._triton import INTERPRET
 from epmoe.ops.grouped_wgrad import grouped_wgrad, grouped_wgrad_reference
 from epmoe.testing import poisoned_empty
@@ -49,19 +50,27 @@ def case(
     seed: int,
     gather: tuple[bool, bool] = (False, True),
     tail: int = 5,
+    capacity: int | None = None,
 ) -> SimpleNamespace:
-    """dy and x inside wider NaN buffers, NaN in rows that nobody names and past the count, where indices are -1.
+    """dy and x inside wider NaN buffers, NaN in rows that nobody names and in those of no expert, whose index is -1.
 
-    Each gathered operand has its own divisor (dy: 3, x: 2).
+    Each gathered operand has its own divisor (dy: 3, x: 2). With `capacity` in the batched layout.
     """
     generator = torch.Generator().manual_seed(seed)
     count = sum(counts)
-    index = torch.full((count + tail,), -1, dtype=torch.int32)
-    index[:count] = torch.randperm(count + 6, generator=generator)[:count].int()
+    if capacity is None:
+        segments = standard_segments(torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int())
+        num_rows = count + tail
+    else:
+        segments, num_rows = batched_segments(torch.tensor(counts, dtype=torch.int32), capacity), len(counts) * capacity
+    bounds = list(zip(*(t.tolist() for t in segments), strict=True))
+    owned = torch.tensor([n for start, end in bounds for n in range(start, end)], dtype=torch.int64)
+    index = torch.full((num_rows,), -1, dtype=torch.int32)
+    index[owned] = torch.randperm(count + 6, generator=generator)[:count].int()
 
     def operand(width: int, gathered: bool, divisor: int) -> Tensor:
-        used = torch.unique(index[:count].long() // divisor) if gathered else torch.arange(count)
-        buffer = torch.full((count + max(tail, 6), width + 8), math.nan, dtype=dtype)
+        used = torch.unique(index[owned].long() // divisor) if gathered else owned
+        buffer = torch.full((max(num_rows, count + 6), width + 8), math.nan, dtype=dtype)
         buffer[used, :width] = torch.randn(len(used), width, generator=generator).to(dtype)
         return buffer.to(device)[:, :width]
 
@@ -70,7 +79,8 @@ def case(
     return SimpleNamespace(
         dy=dy,
         x=x,
-        offsets=torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int().to(device),
+        segments=tuple(t.to(device) for t in segments),
+        bounds=bounds,
         dy_index=index if gather[0] else None,
         dy_divisor=3 if gather[0] else 1,
         x_index=index if gather[1] else None,
@@ -84,7 +94,7 @@ def case(
 def arguments(c: SimpleNamespace, scale: bool, bias: bool, out_dtype: torch.dtype, wide: bool = False) -> tuple:
     dy, x = (c.dy.double(), c.x.double()) if wide else (c.dy, c.x)
     scales = (c.scale, c.index) if scale else (None, None)
-    return (dy, x, c.offsets, c.dy_index, c.dy_divisor, c.x_index, c.x_divisor, *scales, bias, out_dtype)
+    return (dy, x, *c.segments, c.dy_index, c.dy_divisor, c.x_index, c.x_divisor, *scales, bias, out_dtype)
 
 
 def check(c: SimpleNamespace, scale: bool = False, bias: bool = True, out_dtype: torch.dtype | None = None) -> None:
@@ -114,9 +124,8 @@ def test_twin_is_the_sum_of_outer_products(counts, gather, seed):
     with poisoned_empty():
         dw, dbias = grouped_wgrad_reference(*arguments(c, True, True, torch.float64))
     want, want_bias = torch.zeros_like(dw), torch.zeros_like(dbias)
-    bounds = c.offsets.tolist()
-    for e in range(len(counts)):
-        for n in range(bounds[e], bounds[e + 1]):
+    for e, (start, end) in enumerate(c.bounds):
+        for n in range(start, end):
             g = c.dy[int(c.index[n]) // 3 if gather[0] else n]
             h = c.x[int(c.index[n]) // 2 if gather[1] else n]
             want[e] += c.scale[int(c.index[n])].double() * torch.outer(g, h)
@@ -132,6 +141,18 @@ def test_kernel_agrees_with_the_twin_for_any_split_of_rows(counts, gather, devic
         counts = [37 * n for n in counts]
     n, d = (40, 72) if device == "cpu" else (1408, 2880)
     check(case(counts, n, d, torch.float32, device, seed, gather))
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
+def test_batched_experts_never_read_between_their_segments(counts, device, seed):
+    n, d = (40, 72) if device == "cpu" else (1408, 2880)
+    capacity = max(counts) + seed % 3
+    c = case(counts, n, d, torch.bfloat16, device, seed, (False, False), capacity=capacity)
+    check(c)
+    c.scale, c.index = torch.rand(len(counts) * capacity, device=device) + 0.5, None
+    for (_, end), e in zip(c.bounds, range(1, len(counts) + 1), strict=True):
+        c.scale[end : e * capacity] = math.nan
+    check(c, scale=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -155,8 +176,8 @@ def test_scale_without_an_index_is_read_in_sorted_order(device, seed):
     c = case([3, 0, 35], 24, 16, torch.float32, device, seed)
     args = list(arguments(c, True, False, torch.float32))
     want, _ = grouped_wgrad(*args)
-    args[7], args[8] = torch.full((43,), math.nan, device=device), None
-    args[7][:38] = c.scale[c.index[:38].long()]
+    args[8], args[9] = torch.full((43,), math.nan, device=device), None
+    args[8][:38] = c.scale[c.index[:38].long()]
     assert torch.equal(grouped_wgrad(*args)[0], want)
 
 
@@ -205,8 +226,8 @@ def test_rows_past_two_billion_elements_are_addressed(seed):
     n, d, rows = 16384, 64, 140_000  # rows * n > 2**31
     dy = torch.randn(rows, n, generator=generator, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(rows, d, generator=generator, device="cuda", dtype=torch.bfloat16)
-    offsets = torch.tensor([0, rows - 64, rows], dtype=torch.int32, device="cuda")
-    dw, dbias = grouped_wgrad(dy, x, offsets, None, 1, None, 1, None, None, True, torch.float32)
+    segments = standard_segments(torch.tensor([0, rows - 64, rows], dtype=torch.int32, device="cuda"))
+    dw, dbias = grouped_wgrad(dy, x, *segments, None, 1, None, 1, None, None, True, torch.float32)
     want = dy[-64:].double().T @ x[-64:].double()
     assert ((dw[1] - want).norm() / want.norm()).item() < ERROR[torch.float32]
     want = dy[-64:].double().sum(0)
@@ -215,24 +236,31 @@ def test_rows_past_two_billion_elements_are_addressed(seed):
 
 def test_no_experts_and_no_rows(device):
     empty = torch.zeros(0, 8, device=device)
-    offsets = torch.zeros(1, dtype=torch.int32, device=device)
-    dw, dbias = grouped_wgrad(empty, empty, offsets, None, 1, None, 1, None, None, True, torch.float32)
+    none = torch.zeros(0, dtype=torch.int32, device=device)
+    dw, dbias = grouped_wgrad(empty, empty, none, none, None, 1, None, 1, None, None, True, torch.float32)
     assert dw.shape == (0, 8, 8) and dbias.shape == (0, 8)
-    offsets = torch.zeros(3, dtype=torch.int32, device=device)
-    dw, dbias = grouped_wgrad(empty, empty[:, :5], offsets, None, 1, None, 1, None, None, True, torch.float32)
+    bounds = torch.zeros(2, dtype=torch.int32, device=device)
+    dw, dbias = grouped_wgrad(empty, empty[:, :5], bounds, bounds, None, 1, None, 1, None, None, True, torch.float32)
     assert dw.shape == (2, 8, 5) and (dw == 0).all() and (dbias == 0).all()
 
 
 def test_mistakes_are_named():
-    dy, offsets = torch.zeros(4, 8), torch.zeros(3, dtype=torch.int32)
+    dy, ends = torch.zeros(4, 8), torch.zeros(2, dtype=torch.int32)
+    strided = torch.zeros(4, 2, dtype=torch.int32)[:, 0]
+    strided_scale = torch.rand(4, 3)[:, 1:2].reshape(-1)
 
-    def wgrad(dy: Tensor = dy, x: Tensor = dy, offsets: Tensor = offsets, divisor: int = 1) -> None:
-        grouped_wgrad(dy, x, offsets, None, divisor, None, 1, None, None, False, torch.float32)
+    def wgrad(dy=dy, x=dy, start=ends, divisor=1, dy_index=None, x_index=None, scale=None, scale_index=None) -> None:
+        grouped_wgrad(dy, x, start, ends, dy_index, divisor, x_index, 1, scale, scale_index, False, torch.float32)
 
     for match, wrong in {
         "dtype": {"x": dy.double()},
         "dy has shape .* stride 1": {"dy": torch.zeros(8, 4).T},
-        "offsets": {"offsets": offsets.long()},
+        "row_start is torch.int64": {"start": ends.long()},
+        "row_start has 1": {"start": ends[:1]},
+        "dy_index is .* strides": {"dy_index": strided},
+        "x_index is .* strides": {"x_index": strided},
+        "row_scale is .* strides": {"scale": strided_scale},
+        "scale_index is .* strides": {"scale_index": strided},
         "dy_divisor=0": {"divisor": 0},
     }.items():
         with pytest.raises(ValueError, match=match):
@@ -243,4 +271,5 @@ def test_mistakes_are_named():
 def test_op_has_a_faithful_fake(bias, seed):
     c = case([3, 0, 4], 6, 8, torch.float32, "cpu", seed, tail=0)
     args = arguments(c, True, bias, torch.float32)
-    torch.library.opcheck(grouped_wgrad, args, test_utils=("test_schema", "test_faketensor"))
+    args = tuple(a.clone() if isinstance(a, Tensor) else a for a in args)
+    torch.library.opcheck(torch.ops.epmoe.grouped_wgrad.default, args, test_utils=("test_schema", "test_faketensor"))

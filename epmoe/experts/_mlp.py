@@ -1,0 +1,127 @@
+"""The expert MLP on segments of rows, by our kernels: what `grouped` and `batched` share, forward and backward.
+
+    x ── GEMM1 (w1, + b1) ── activation ── GEMM2 (w2, + b2) ──► y, one row per row of a segment
+
+N rows of the experts' buffers, H width, I intermediate size, L local experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from epmoe.config import DTYPES, Activation
+from epmoe.experts.base import ExpertsSpec
+from epmoe.ops.activation import activation_backward
+from epmoe.ops.grouped_gemm import grouped_gemm, grouped_gemm_act
+from epmoe.ops.grouped_wgrad import grouped_wgrad
+
+
+class Rows(NamedTuple):
+    """Which rows each expert has, and where their inputs lie.
+
+    Row n < num_rows of expert e, row_start[e] <= n < row_end[e], takes row `row_index[n] // divisor` of x (and of the
+    output's gradient), or row n where `row_index` is None. `expected_m` only picks configurations.
+    """
+
+    row_start: Tensor
+    row_end: Tensor
+    row_index: Tensor | None
+    divisor: int
+    num_rows: int
+    expected_m: int | None = None
+
+
+class Gradients(NamedTuple):
+    """What `mlp_backward` gives; biases' are None unless asked for.
+
+    `rows [N, H]` is the gradient of each row after the weight on the input, `weight [N]` that of its router weight on
+    the output; both are unwritten outside the segments.
+    """
+
+    rows: Tensor
+    w1: Tensor
+    w2: Tensor
+    b1: Tensor | None
+    b2: Tensor | None
+    weight: Tensor
+
+
+def mlp_forward(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    rows: Rows,
+    weight_in: Tensor | None,
+    activation: Activation,
+    save_preact: bool,
+) -> tuple[Tensor, Tensor]:
+    """y = act(s·x·w1ᵀ + b1)·w2ᵀ + b2 for each row of a segment.
+
+    Args:
+        x: `[*, H]`, found through `rows`.
+        w1, w2, b1, b2: as in `ExpertWeights`.
+        weight_in: flat router weights s on the input, by `rows.row_index` (None: by row), or None.
+        save_preact: also return what the activation saw.
+
+    Returns:
+        `y [N, H]` and `h [N, 2I]` (`[N, I]` not gated, `[0]` unless `save_preact`), unwritten outside the segments.
+    """
+    start, end, index, divisor, n, expected_m = rows
+    act = (activation.name, activation.alpha, activation.limit)
+    a, h = grouped_gemm_act(
+        x, w1, b1, start, end, index, divisor, n, weight_in, *act, save_preact, expected_m=expected_m
+    )
+    return grouped_gemm(a, w2, b2, start, end, None, 1, n, False, expected_m=expected_m), h
+
+
+def mlp_backward(
+    dout: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    h: Tensor,
+    rows: Rows,
+    weight_in: Tensor | None,
+    weight_out: Tensor | None,
+    activation: Activation,
+    with_b1: bool,
+    with_b2: bool,
+) -> Gradients:
+    """The adjoint of `mlp_forward`, followed by the router weight p on the output where `weight_out` gives it.
+
+    With g = dout·w2: dp = ⟨g, a⟩, dh = act'(h) ⊙ p·g, dw2 = Σ dout ⊗ p·a, db2 = Σ dout (without p), rows = dh·w1,
+    dw1 = Σ dh ⊗ s·x, db1 = Σ dh.
+
+    Args:
+        dout: `[*, H]`, found through `rows` as x is.
+        h: from `mlp_forward`.
+        weight_out: flat, read like `weight_in`. None is p = 1.
+    """
+    start, end, index, divisor, n, expected_m = rows
+    act = (activation.name, activation.alpha, activation.limit)
+    g = grouped_gemm(dout, w2, None, start, end, index, divisor, n, True, expected_m=expected_m)
+    dh, weighted_a, dp = activation_backward(h, g, start, end, None if weight_out is None else index, weight_out, *act)
+    dw2, db2 = grouped_wgrad(
+        dout, weighted_a, start, end, index, divisor, None, 1, None, None, with_b2, w2.dtype, expected_m=expected_m
+    )
+    dx = grouped_gemm(dh, w1, None, start, end, None, 1, n, True, expected_m=expected_m)
+    scale = (weight_in, None if weight_in is None else index)
+    dw1, db1 = grouped_wgrad(
+        dh, x, start, end, None, 1, index, divisor, *scale, with_b1, w1.dtype, expected_m=expected_m
+    )
+    return Gradients(dx, dw1, dw2, db1 if with_b1 else None, db2 if with_b2 else None, dp)
+
+
+def kernel_refusal(spec: ExpertsSpec) -> str | None:
+    """Why our kernels (on CPU: their torch twins) can't take `spec`, or None."""
+    dtypes = DTYPES if spec.device.type == "cpu" else (torch.float32, torch.float16, torch.bfloat16)
+    if spec.dtype not in dtypes:
+        return f"dtype={spec.dtype} on {spec.device.type}: must be one of {', '.join(map(str, dtypes))}"
+    if spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) < (8, 0):
+        return f"{torch.cuda.get_device_name(spec.device)}: Triton's bf16 kernels need compute capability 8.0"
+    return None
