@@ -159,8 +159,13 @@ class MoEConfig:
         latent_size: latent MoE: routed experts work on `latent_proj(x)` of this width and their sum is projected back;
             router and shared experts keep the full x.
         placement: `contiguous`, `strided`, or one tuple of expert ids per rank.
-        dispatcher: `auto`, `local`, `all_gather` or `all_to_all`.
-        experts: `auto`, `reference`, `torch_grouped` or `grouped`.
+        dispatcher: `auto`, `local`, `all_gather`, `all_to_all` or `all_to_all_fixed`.
+        experts: `auto`, `reference`, `torch_grouped`, `grouped` or `batched`.
+        max_tokens_per_rank: the most tokens any rank brings to one call, for `all_to_all_fixed`, which needs it.
+        expert_capacity, overflow: places per expert of `batched` experts (None: room for every row), and what happens
+            past them: `raise`, `chunk` or `drop`.
+        chunk_tokens: compute at most this many received rows at a time (None: all at once).
+        shared_experts_order: `auto`, `before` dispatch, `during` combine, or `after` it.
         validate: check ids and weights of every call (waits for the device). Also set by EPMOE_VALIDATE=1.
     """
 
@@ -181,12 +186,23 @@ class MoEConfig:
     placement: str | tuple[tuple[int, ...], ...] = "contiguous"
     dispatcher: str = "auto"
     experts: str = "auto"
+    max_tokens_per_rank: int | None = None
+    expert_capacity: int | None = None
+    overflow: str = "raise"
+    chunk_tokens: int | None = None
+    shared_experts_order: str = "auto"
     validate: bool = False
 
     def __post_init__(self) -> None:
         for field in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
             _positive_int("MoEConfig", field, getattr(self, field))
-        for field in ("shared_intermediate_size", "latent_size"):
+        for field in (
+            "shared_intermediate_size",
+            "latent_size",
+            "max_tokens_per_rank",
+            "expert_capacity",
+            "chunk_tokens",
+        ):
             if getattr(self, field) is not None:
                 _positive_int("MoEConfig", field, getattr(self, field))
         _require(

@@ -181,9 +181,22 @@ class MoELayer(nn.Module):
                 device,
                 config.router_weight_on_input,
             )
+            layout = "batched" if config.experts == "batched" or config.expert_capacity is not None else "standard"
             self._kernels[device, dtype] = MoEKernel(
-                make_dispatcher(config.dispatcher, self.ep, self.placement, device, layer=self.name),
-                select_experts(spec, config.experts).experts,
+                make_dispatcher(
+                    config.dispatcher,
+                    self.ep,
+                    self.placement,
+                    device,
+                    layer=self.name,
+                    max_tokens_per_rank=config.max_tokens_per_rank,
+                ),
+                select_experts(spec, config.experts, layout).experts,
+                layout=layout,
+                expert_capacity=config.expert_capacity,
+                overflow=config.overflow,
+                chunk_tokens=config.chunk_tokens,
+                shared_experts_order=config.shared_experts_order,
                 validate=config.validate or None,
             )
         return self._kernels[device, dtype]

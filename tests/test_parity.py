@@ -52,7 +52,10 @@ def make_case(seed: int, ranks: int, device: str = "cpu") -> Case:
     order = rng.sample(range(num_experts), num_experts)
     cuts = sorted(rng.sample(range(1, num_experts), ranks - 1))
     lists = tuple(tuple(order[a:b]) for a, b in zip([0, *cuts], [*cuts, num_experts], strict=True))
-    experts = rng.choice(["reference", "grouped", "grouped", "torch_grouped"])
+    experts = rng.choice(["reference", "grouped", "grouped", "torch_grouped", "batched", "batched"])
+    sizes = [0, 1, 77, 300] if device == "cuda" else [0, 1, 3, 9]
+    tokens = [rng.choice(sizes) for _ in range(ranks)]
+    tokens[rng.randrange(ranks)] = sizes[-1]
     dtype = rng.choice([torch.float32, torch.float32, torch.float16, torch.bfloat16])
     activation = rng.choice(ACTIVATIONS)
     limit = None
@@ -71,12 +74,11 @@ def make_case(seed: int, ranks: int, device: str = "cpu") -> Case:
         router_weight_on_input=on_input,
         expert_bias=rng.random() < 0.4,
         placement=rng.choice(["contiguous", "strided", lists]),
-        dispatcher=rng.choice(["all_gather", "all_to_all", "all_to_all" if ranks > 1 else "local"]),
+        dispatcher=rng.choice(["all_gather", "all_to_all", "all_to_all_fixed", "all_to_all" if ranks > 1 else "local"]),
         experts=experts,
+        max_tokens_per_rank=sizes[-1],
+        chunk_tokens=rng.choice([None, None, 1, 5]),
     )  # fmt: skip
-    sizes = [0, 1, 3, 9] if not big else [0, 1, 77, 300]
-    tokens = [rng.choice(sizes) for _ in range(ranks)]
-    tokens[rng.randrange(ranks)] = sizes[-1]
     return Case(config, dtype, tuple(tokens), seed, device)
 
 

@@ -169,7 +169,15 @@ def layer_is_right(rank: int, world_size: int, dispatcher: str, experts: str, dt
     x = data["x"][mine].to(on).requires_grad_()
     weights = data["topk_weights"][mine].to(on).requires_grad_()
     layer = MoELayer(
-        MoEConfig(HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K, dispatcher=dispatcher, experts=experts),
+        MoEConfig(
+            HIDDEN,
+            INTERMEDIATE,
+            NUM_EXPERTS,
+            TOP_K,
+            dispatcher=dispatcher,
+            experts=experts,
+            max_tokens_per_rank=max(tokens),
+        ),
         None if dispatcher == "local" else EPGroup(),
         device=on,
         dtype=kind,

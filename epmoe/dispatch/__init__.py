@@ -7,21 +7,24 @@ import torch
 from epmoe.comm import EPGroup
 from epmoe.dispatch.all_gather import AllGatherDispatcher
 from epmoe.dispatch.all_to_all import AllToAllDispatcher
-from epmoe.dispatch.base import Dispatcher, DispatcherCapabilities, ExpertInput, Layout, Pending
+from epmoe.dispatch.all_to_all_fixed import FixedAllToAllDispatcher
+from epmoe.dispatch.base import BatchedInput, Dispatcher, DispatcherCapabilities, ExpertInput, Layout, Pending
 from epmoe.dispatch.local import LocalDispatcher
 from epmoe.placement import ExpertPlacement
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {
-    cls.name: cls for cls in (LocalDispatcher, AllGatherDispatcher, AllToAllDispatcher)
+    cls.name: cls for cls in (LocalDispatcher, AllGatherDispatcher, AllToAllDispatcher, FixedAllToAllDispatcher)
 }
 
 __all__ = [
     "DISPATCHERS",
     "AllGatherDispatcher",
     "AllToAllDispatcher",
+    "BatchedInput",
     "Dispatcher",
     "DispatcherCapabilities",
     "ExpertInput",
+    "FixedAllToAllDispatcher",
     "Layout",
     "LocalDispatcher",
     "Pending",
@@ -36,6 +39,7 @@ def make_dispatcher(
     device: torch.device | str,
     *,
     layer: str = "moe",
+    max_tokens_per_rank: int | None = None,
 ) -> Dispatcher:
     """The dispatcher `name` (`auto`: `local` on one rank, else `all_to_all`) for this rank's experts.
 
@@ -52,6 +56,10 @@ def make_dispatcher(
         raise ValueError(f"dispatcher={name!r}: must be auto, " + ", ".join(DISPATCHERS))
     if name == "local" and ranks > 1:
         raise ValueError(f"dispatcher='local' with {ranks} ranks: experts elsewhere are out of reach; use 'all_to_all'")
+    if name == "all_to_all_fixed" and max_tokens_per_rank is None:
+        raise ValueError(
+            f"layer {layer!r}: dispatcher='all_to_all_fixed' reserves room for max_tokens_per_rank: set it"
+        )
     device = torch.device(device)
     if ep is not None and device.type not in (ep.device.type, "meta"):
         raise ValueError(f"device={str(device)!r}, but the EPGroup moves {ep.device.type} tensors ({ep.backend})")
@@ -61,4 +69,5 @@ def make_dispatcher(
         placement.expert_map(rank, device),
         placement.num_local(rank),
         layer=layer,
+        max_tokens_per_rank=max_tokens_per_rank,
     )

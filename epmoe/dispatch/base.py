@@ -88,6 +88,33 @@ class ExpertInput:
 
 
 @dataclasses.dataclass(frozen=True)
+class BatchedInput:
+    """Rows in the batched-experts layout, as the experts get them: C places for each local expert, filled from 0.
+
+    Attributes:
+        x: `[L, C, H]`, inner stride 1. Rows past an expert's count may hold anything, NaN included: they are never
+        read.
+        expert_num_tokens: `[L]` int32 on the device, how many rows each expert has; each at most C.
+        handle: what `combine` and both backwards need.
+        topk_weights: `[L, C]` float32 (float64 beside float64 rows), each row's router weight. Needed only where the
+            weight is applied to the input: on the output `combine` applies it.
+        expected_m: the rows an expert should expect, (M·R·K + E) // E. It picks the kernels' configuration and never
+            what is computed; None expects all C.
+    """
+
+    x: Tensor
+    expert_num_tokens: Tensor
+    handle: Layout
+    topk_weights: Tensor | None = None
+    expected_m: int | None = None
+
+    @property
+    def num_local(self) -> int:
+        """L."""
+        return self.x.shape[0]
+
+
+@dataclasses.dataclass(frozen=True)
 class DispatcherCapabilities:
     """What a dispatcher can do, stated so that nobody finds out by a crash."""
 
@@ -100,7 +127,7 @@ class DispatcherCapabilities:
 
 
 class Dispatcher(ABC):
-    """Base of `local`, `all_gather` and `all_to_all`.
+    """Base of `local`, `all_gather`, `all_to_all` and `all_to_all_fixed`.
 
     Args:
         ep: the group, or None for one process.
@@ -108,19 +135,33 @@ class Dispatcher(ABC):
         expert_map: `[E]` int32, logical -> local id on this rank, or -1.
         num_local: L.
         layer: a name for error messages.
+        max_tokens_per_rank: the most tokens any rank brings to one call; needed by those that reserve room for them.
     """
 
     name: ClassVar[str]
     capabilities: ClassVar[DispatcherCapabilities]
 
     def __init__(
-        self, ep: EPGroup | None, owner: Tensor, expert_map: Tensor, num_local: int, *, layer: str = "moe"
+        self,
+        ep: EPGroup | None,
+        owner: Tensor,
+        expert_map: Tensor,
+        num_local: int,
+        *,
+        layer: str = "moe",
+        max_tokens_per_rank: int | None = None,
     ) -> None:
         self.ep = ep
         self.owner = owner
         self.expert_map = expert_map
         self.num_local = num_local
         self.layer = layer
+        self.max_tokens_per_rank = max_tokens_per_rank
+
+    @property
+    def where(self) -> str:
+        """Layer and rank, as errors name them."""
+        return f"layer {self.layer!r}, rank {self.ep.rank if self.ep is not None else 0} of {self.num_ranks}"
 
     @property
     def num_ranks(self) -> int:
@@ -139,7 +180,10 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def combine_async(self, rows: Tensor, handle: Layout) -> Pending[Tensor]:
-        """Launches `rows [T, H]`, one reduced row per row received, back to their tokens: `[M, H]` when waited for."""
+        """Launches `rows [T, H]`, one reduced row per row received, back to their tokens: `[M, H]` when waited for.
+
+        Until then `rows` may be what the transfer reads: leave them as they are.
+        """
 
     @abstractmethod
     def wire_bytes(self, handle: Layout, row_bytes: int) -> tuple[int, int]:

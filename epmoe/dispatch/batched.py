@@ -1,0 +1,75 @@
+"""Between the layouts: received rows [T,H] spread into [L,C,H] for batched experts, and their rows summed back to
+[T,H].
+
+Works behind any dispatcher, on the device alone: counts never reach the host. An expert with more than C rows
+overflows; `Batch.overflow` counts what found no place, and `MoEKernel` decides what follows.
+
+T rows, K experts per token, L local experts, C places per expert, H width.
+
+Example, L = 2, C = 2, local experts of three rows [[0, 1], [0, -], [0, -]] (K = 2):
+    slot = [[0, 2], [1, -1], [-1, -1]]     expert_num_tokens = [2, 1]     overflow = [1, 0]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from epmoe.dispatch.base import BatchedInput, ExpertInput
+from epmoe.ops.align import align_rows
+from epmoe.ops.gather_sum import gather_sum
+from epmoe.ops.scatter_rows import scatter_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Attributes: `rows` for the experts; `slot [T, K]` int32, each pair's place l·C + c, -1 if it has none; `overflow
+    [L]` int32, how many rows of each expert found no place."""
+
+    rows: BatchedInput
+    slot: Tensor
+    overflow: Tensor
+
+
+class _Spread(torch.autograd.Function):
+    """out[slot[t, k]] = x[t]; backward sums a row's gradients in the order of K. Places without a row are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slot: Tensor, places: int) -> Tensor:
+        ctx.save_for_backward(slot)
+        return scatter_rows(x, slot, None, places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (slot,) = ctx.saved_tensors
+        return gather_sum(grad.contiguous(), slot, None, grad.dtype), None, None
+
+
+def batch(rows: ExpertInput, capacity: int, *, with_weights: bool = False, expected_m: int | None = None) -> Batch:
+    """The rows of each local expert, side by side, in the order they came.
+
+    Args:
+        rows: in the standard layout.
+        capacity: C, places per expert. T can't overflow.
+        with_weights: also spread the router weights, for experts that apply them to their input.
+        expected_m: passed on to the experts.
+    """
+    places = rows.num_local * capacity
+    _, offsets, sorted_slot = align_rows(rows.topk_ids, rows.expert_map, rows.num_local, rows.max_assignments)
+    counts = offsets.diff()
+    expert = torch.searchsorted(offsets[1:], sorted_slot, right=True, out_int32=True)  # of each pair; of -1: any
+    column = sorted_slot - offsets[expert.clamp_max(rows.num_local - 1)]
+    slot = torch.where((sorted_slot >= 0) & (column < capacity), expert * capacity + column, -1)
+    x = _Spread.apply(rows.x, slot, places).view(rows.num_local, capacity, rows.x.shape[1])
+    weights = None
+    if with_weights:
+        # each pair is a row of one weight: spread as such
+        flat = rows.topk_weights.reshape(-1, 1)
+        weights = _Spread.apply(flat, slot.view(-1, 1), places).view(rows.num_local, capacity)
+    batched = BatchedInput(x, counts.clamp_max(capacity), rows.handle, weights, expected_m)
+    return Batch(batched, slot, (counts - capacity).clamp_min(0))
