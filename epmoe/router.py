@@ -1,7 +1,8 @@
 """Logits -> which K experts a token meets, and with what weights: the first step on the path of a token.
 
-`route` is the pure function that holds every rule; `Router` owns the linear map before it. The two losses and the bias
-update that keep experts evenly loaded are here too. Nothing waits for the device except `validate_routing`.
+`route` is the pure function whose docstring holds every rule (`ops.route` computes it); `Router` owns the linear map
+before it. The two losses and the bias update that keep experts evenly loaded are here too. Nothing waits for the device
+except `validate_routing`.
 
 Shapes: x `[M, H]`, logits and scores `[M, E]`, topk_ids and topk_weights `[M, K]`; M tokens of this rank, H hidden
 size, E logical experts, K experts per token.
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,8 +22,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from epmoe.config import RouterConfig
+from epmoe.ops.route import route_topk
+from epmoe.ops.route_reference import RENORM_EPS, clean_logits, score_logits
 
-_RENORM_EPS = 1e-20  # DeepSeek-V3's
 _NEG_INF = -math.inf
 
 
@@ -32,7 +35,8 @@ class Routing:
     topk_ids: int32 `[M, K]`, logical ids. topk_weights: `[M, K]`, differentiable.
     logits: `[M, E]`, -inf where an expert is unusable for that token, and for every expert of a masked token.
     scores: `[M, E]`, after scoring and without the selection bias, 0 where unusable; differentiable, for the losses.
-    logits and scores are None when a router of one's own gave only ids and weights.
+    logits and scores are None when a router of one's own gave only ids and weights. After `route` they are computed
+    when first read, as of the call to `route`: RuntimeError if its logits or token_mask changed in place since.
     """
 
     topk_ids: torch.Tensor
@@ -53,15 +57,67 @@ class Routing:
 
     def masked(self, token_mask: torch.Tensor) -> Routing:
         """The same for tokens whose `token_mask`, bool `[M]`, is True; the others go to no expert, as in `route`."""
-        _check_mask(token_mask, self.topk_ids.shape[0])
         keep = token_mask[:, None]
         return Routing(
-            torch.where(keep, self.topk_ids, -1),
-            torch.where(keep, self.topk_weights, 0.0),
+            *_mask_slots(self.topk_ids, self.topk_weights, token_mask),
             None if self.logits is None else torch.where(keep, self.logits, _NEG_INF),
             None if self.scores is None else torch.where(keep, self.scores, 0.0),
             self.num_experts,
         )
+
+
+class _RawLogits:
+    """What logits and scores of a Routing are made of when one is first read: most programs never read them."""
+
+    def __init__(self, raw: torch.Tensor, scoring: str, token_mask: torch.Tensor | None) -> None:
+        self.raw, self.scoring, self.token_mask = raw, scoring, token_mask
+        self.grad_enabled = torch.is_grad_enabled()  # logging under no_grad may come before the loss
+        self.versions = self._versions()
+
+    @functools.cached_property
+    def logits(self) -> torch.Tensor:
+        with self._as_then():
+            return _visible_logits(self.raw, self.token_mask)
+
+    @functools.cached_property
+    def scores(self) -> torch.Tensor:
+        with self._as_then():
+            return _visible_scores(self.raw, self.token_mask, self.scoring)
+
+    def masked(self, token_mask: torch.Tensor) -> _RawLogits:
+        with self._as_then():
+            both = token_mask if self.token_mask is None else self.token_mask & token_mask
+            return _RawLogits(self.raw, self.scoring, both)
+
+    def _versions(self) -> list[int]:
+        tensors = [self.raw] if self.token_mask is None else [self.raw, self.token_mask]
+        return [-1 if t.is_inference() else t._version for t in tensors]
+
+    @contextlib.contextmanager
+    def _as_then(self) -> Iterator[None]:
+        if self._versions() != self.versions:
+            raise RuntimeError(
+                "logits or token_mask were changed in place after route: read Routing.logits and .scores before that"
+            )
+        with torch.inference_mode(False), torch.set_grad_enabled(self.grad_enabled), _no_autocast(self.raw):
+            yield
+
+
+class _LazyRouting(Routing):
+    source: _RawLogits
+    logits = functools.cached_property(lambda self: self.source.logits)  # type: ignore[assignment]
+    scores = functools.cached_property(lambda self: self.source.scores)  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, topk_ids: torch.Tensor, topk_weights: torch.Tensor, source: _RawLogits) -> Routing:
+        routing = object.__new__(cls)  # __init__ would set the two fields that wait
+        fields = {"topk_ids": topk_ids, "topk_weights": topk_weights, "num_experts": source.raw.shape[1]}
+        vars(routing).update(fields, source=source)
+        return routing
+
+    def masked(self, token_mask: torch.Tensor) -> Routing:
+        ids, weights = _mask_slots(self.topk_ids, self.topk_weights, token_mask)
+        return _LazyRouting.of(ids, weights, self.source.masked(token_mask))
 
 
 RouterFn = Callable[[torch.Tensor], "Routing | tuple[torch.Tensor, torch.Tensor]"]
@@ -113,99 +169,23 @@ def route(
         topk_ids = _int32_ids(topk_ids, num_tokens, top_k)
 
     with _no_autocast(logits):
-        z, usable = _clean(logits.to(config.dtype))
-        if token_mask is not None:
-            usable = usable & token_mask[:, None]
-        scores = _score(z, usable, config)
-        if topk_ids is None:
-            base = z if config.scoring == "topk_softmax" else scores
-            topk_ids = _choose(base.detach(), usable, selection_bias, config, top_k)
-        elif token_mask is not None:
-            topk_ids = torch.where(token_mask[:, None], topk_ids, -1)
-
-        index = topk_ids.clamp(min=0).long()
-        chosen = (topk_ids >= 0) & usable.gather(1, index)  # a forced id may name an expert that is unusable now
-        if config.scoring == "topk_softmax":
-            weights = _masked_softmax(z.gather(1, index), chosen)
-        else:
-            weights = torch.where(chosen, scores.gather(1, index), 0.0)
-        if config.renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + _RENORM_EPS)
-        weights = weights * config.scaling_factor
-        return Routing(topk_ids, weights, torch.where(usable, z, _NEG_INF), scores, num_experts)
+        logits = logits.to(config.dtype)
+        ids, weights = route_topk(logits, config, top_k, selection_bias, topk_ids, token_mask)
+        if not torch.compiler.is_compiling():
+            return _LazyRouting.of(ids, weights, _RawLogits(logits, config.scoring, token_mask))
+        # The compiler drops what nobody reads.
+        scores = _visible_scores(logits, token_mask, config.scoring)
+        return Routing(ids, weights, _visible_logits(logits, token_mask), scores, num_experts)
 
 
-def _clean(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Finite logits (0 where unusable, so that no later gradient meets an infinity) and which are usable."""
-    usable = logits > _NEG_INF  # false for NaN
-    return torch.where(usable, logits, 0.0).clamp(max=torch.finfo(logits.dtype).max), usable
+def _visible_logits(raw: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor:
+    z, usable = clean_logits(raw)
+    return torch.where(usable if token_mask is None else usable & token_mask[:, None], z, _NEG_INF)
 
 
-def _masked_softmax(z: torch.Tensor, usable: torch.Tensor) -> torch.Tensor:
-    """Softmax over the usable entries of each row, 0 elsewhere; a row with none is all 0."""
-    some = usable.any(-1, keepdim=True)
-    return torch.where(usable, torch.where(usable | ~some, z, _NEG_INF).softmax(-1), 0.0)
-
-
-def _score(z: torch.Tensor, usable: torch.Tensor, config: RouterConfig) -> torch.Tensor:
-    if config.scoring in ("softmax", "topk_softmax"):
-        return _masked_softmax(z, usable)
-    scores = _sigmoid(z) if config.scoring == "sigmoid" else _sqrt_softplus(z)
-    return torch.where(usable, scores, 0.0)
-
-
-# Equal logits must get equal scores or the lower id would not win. On CPU torch.sigmoid and softplus differ by a
-# rounding between the vectorized body of a tensor and its tail; exp and log1p don't. Below -40 both functions are their
-# asymptote, to the last bit of fp64, where the formulas above it would underflow into gradients of 0 * inf.
-_TAIL = 40.0
-
-
-def _sigmoid(z: torch.Tensor) -> torch.Tensor:
-    low = z < -_TAIL
-    return torch.where(low, torch.where(low, z, 0.0).exp(), 1 / (1 + (-z.clamp(min=-_TAIL)).exp()))
-
-
-def _sqrt_softplus(z: torch.Tensor) -> torch.Tensor:
-    low = z < -_TAIL
-    softplus = torch.where(z > _TAIL, z, z.clamp(-_TAIL, _TAIL).exp().log1p())
-    return torch.where(low, torch.where(low, z / 2, 0.0).exp(), torch.where(low, 1.0, softplus).sqrt())
-
-
-@torch.no_grad()
-def _choose(
-    base: torch.Tensor, usable: torch.Tensor, bias: torch.Tensor | None, config: RouterConfig, top_k: int
-) -> torch.Tensor:
-    """int32 `[M, K]`: the best of `base + bias`, within the best groups; -1 where no usable expert is left."""
-    if bias is not None:
-        base = base + bias.to(base.dtype)
-    value = torch.where(usable & ~base.isnan(), base, _NEG_INF)
-    num_tokens, num_experts = value.shape
-    if config.topk_groups < config.num_groups:
-        grouped = value.view(num_tokens, config.num_groups, num_experts // config.num_groups)
-        best = grouped.amax(-1)
-        group = best
-        if config.group_score == "top2_sum":
-            top2 = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values
-            total = torch.where(top2 > _NEG_INF, top2, 0.0).sum(-1).clamp(min=torch.finfo(value.dtype).min)
-            group = torch.where(best > _NEG_INF, total, _NEG_INF)
-        kept = torch.zeros_like(group, dtype=torch.bool).scatter_(1, _best(group, config.topk_groups), True)
-        value = torch.where(kept[:, :, None], grouped, _NEG_INF).view(num_tokens, num_experts)
-    index = _best(value, top_k)
-    return torch.where(value.gather(1, index) > _NEG_INF, index, -1).to(torch.int32)
-
-
-def _best(value: torch.Tensor, k: int) -> torch.Tensor:
-    """Indices of the k largest of each row of `value [M, N]` without NaN, in order; of equals the lowest index first.
-
-    torch.topk promises no order among equals, so fp32 values become distinct int64 keys that sort the same way: the
-    float's bits, flipped where negative, above N-1-index.
-    """
-    if value.dtype != torch.float32:
-        return value.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    bits = torch.where(value == 0, 0.0, value).view(torch.int32).long()  # -0.0 equals 0.0
-    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    tie_break = torch.arange(value.shape[-1] - 1, -1, -1, device=value.device)
-    return (order * 2**32 + tie_break).topk(k, dim=-1).indices
+def _visible_scores(raw: torch.Tensor, token_mask: torch.Tensor | None, scoring: str) -> torch.Tensor:
+    z, usable = clean_logits(raw)
+    return score_logits(z, usable if token_mask is None else usable & token_mask[:, None], scoring)
 
 
 class Router(nn.Module):
@@ -314,11 +294,11 @@ def as_routing(
     )
     if weights.dtype not in (torch.float32, torch.float64):
         weights = weights.float()
+    if isinstance(result, _LazyRouting):
+        _check_part("logits", result.source.raw, num_tokens, num_experts)
+        return _LazyRouting.of(ids, weights, result.source)
     for name in ("logits", "scores"):
-        part = getattr(result, name)
-        want = [num_tokens, num_experts]
-        if part is not None:
-            _require(list(part.shape) == want, f"{name} has shape {list(part.shape)}: must be [M, E] = {want}")
+        _check_part(name, getattr(result, name), num_tokens, num_experts)
     return Routing(ids, weights, result.logits, result.scores, num_experts)
 
 
@@ -348,7 +328,7 @@ def load_balancing_loss(routing: Routing, num_experts: int) -> torch.Tensor:
     with _no_autocast(scores):
         share = counts.to(scores.dtype) / counts.sum().clamp(min=1)
         scores = torch.where(live[:, None], scores, 0.0)
-        mean = (scores / (scores.sum(-1, keepdim=True) + _RENORM_EPS)).sum(0) / live.sum().clamp(min=1)
+        mean = (scores / (scores.sum(-1, keepdim=True) + RENORM_EPS)).sum(0) / live.sum().clamp(min=1)
         return num_experts * (share * mean).sum()
 
 
@@ -360,7 +340,7 @@ def router_z_loss(routing: Routing) -> torch.Tensor:
     if routing.logits is None:
         raise ValueError("routing.logits=None: router_z_loss needs a router that returns logits [M, E]")
     with _no_autocast(routing.logits):
-        z, usable = _clean(routing.logits)
+        z, usable = clean_logits(routing.logits)
         live = usable.any(-1)
         log_z = torch.where(usable | ~live[:, None], z, _NEG_INF).logsumexp(-1)
         return torch.where(live, log_z, 0.0).square().sum() / live.sum().clamp(min=1)
@@ -413,6 +393,20 @@ def _check_sizes(config: RouterConfig, num_experts: int, top_k: int) -> None:
     )
 
 
+def _check_part(name: str, part: torch.Tensor | None, num_tokens: int, num_experts: int) -> None:
+    want = [num_tokens, num_experts]
+    if part is not None:
+        _require(list(part.shape) == want, f"{name} has shape {list(part.shape)}: must be [M, E] = {want}")
+
+
+def _mask_slots(
+    topk_ids: torch.Tensor, topk_weights: torch.Tensor, token_mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_mask(token_mask, topk_ids.shape[0])
+    keep = token_mask[:, None]
+    return torch.where(keep, topk_ids, -1), torch.where(keep, topk_weights, 0.0)
+
+
 def _check_mask(token_mask: torch.Tensor, num_tokens: int) -> None:
     right = token_mask.dtype == torch.bool and list(token_mask.shape) == [num_tokens]
     have = f"{token_mask.dtype} {list(token_mask.shape)}"
@@ -421,7 +415,9 @@ def _check_mask(token_mask: torch.Tensor, num_tokens: int) -> None:
 
 def _no_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     kind = tensor.device.type
-    return contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def _require(ok: bool, message: str) -> None:

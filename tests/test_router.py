@@ -9,8 +9,10 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from epmoe.config import RouterConfig
+from epmoe.ops import route as ops_route
 from epmoe.router import (
     Router,
     Routing,
@@ -303,6 +305,85 @@ def test_forced_ids_are_kept_in_place_with_their_own_weights():
     assert over_usable[0, 0] == 0 and over_usable[1].tolist() == [0, 1, 0]
     masked = route(z, RouterConfig(), 3, topk_ids=ids, token_mask=torch.tensor([True, False]))
     assert masked.topk_ids.tolist() == [[3, 0, 2], [-1, -1, -1]]
+
+
+def test_the_linear_map_and_one_kernel_are_all_that_a_forward_computes(monkeypatch):
+    """Scores and logits wait until they are read."""
+
+    class Computed(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket not in (torch.ops.aten.t, torch.ops.aten.detach):
+                names.append(func.overloadpacket._qualified_op_name)
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
+    launches, names = [], []
+    monkeypatch.setattr(
+        ops_route, "_route_triton", lambda *a: launches.append(a) or (torch.zeros(5, K), torch.ones(5, K))
+    )
+    router = Router(RouterConfig(scoring="sigmoid", selection_bias=True), 8, E, K)
+    with torch.no_grad(), Computed():
+        routing = router(torch.randn(5, 8))
+    names.remove("aten::randn")
+    assert names == ["aten::mm", "epmoe::route"] and len(launches) == 1
+    torch.testing.assert_close(routing.scores, routing.logits.sigmoid())
+
+
+def test_scores_read_without_gradients_first_still_give_them_to_a_loss():
+    z = torch.randn(3, E, requires_grad=True)
+    routing = route(z, RouterConfig(), K)
+    with torch.no_grad():
+        routing.scores.mean(), routing.logits.mean()
+    with torch.inference_mode():
+        assert routing.masked(torch.ones(3, dtype=torch.bool)).scores.norm() > 0
+    assert routing.scores is routing.scores
+    assert torch.autograd.grad(load_balancing_loss(routing, E) + router_z_loss(routing), z)[0].norm() > 0
+    with torch.no_grad():
+        unrecorded = route(z, RouterConfig(), K)
+    assert not unrecorded.scores.requires_grad and not unrecorded.logits.requires_grad
+    with torch.inference_mode():
+        served = route(torch.randn(3, E), RouterConfig(), K)
+    torch.testing.assert_close(served.scores.sum(-1), torch.ones(3))
+
+
+def test_scores_are_refused_once_what_they_are_made_of_has_changed():
+    z, mask = torch.randn(3, E), torch.ones(3, dtype=torch.bool)
+    before = route(z, RouterConfig(), K).scores
+    for changed in (z, mask):
+        routing = route(z, RouterConfig(), K, token_mask=mask)
+        changed.zero_()
+        for read in (lambda r: r.scores, lambda r: r.logits, lambda r: r.masked(mask).scores):
+            with pytest.raises(RuntimeError, match="changed in place after route"):
+                read(routing)
+    assert before.norm() > 0
+
+
+def test_one_part_of_a_routing_can_be_replaced():
+    whole = route(torch.randn(3, E), RouterConfig(), K)
+    halved = dataclasses.replace(whole, topk_weights=whole.topk_weights / 2)
+    assert halved.scores is whole.scores and halved.logits is whole.logits and halved.num_experts == E
+    assert torch.equal(halved.topk_weights * 2, whole.topk_weights)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        whole.topk_ids = whole.topk_ids
+
+
+@pytest.mark.parametrize("loss_inside", [False, True])
+def test_a_compiled_route_returns_the_same_routing(loss_inside, seed):
+    z = torch.randn(7, E, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+    mask = torch.arange(7) != 3
+
+    def f(z):
+        routing = route(z, RouterConfig(scoring="sigmoid"), K, token_mask=mask)
+        return (load_balancing_loss(routing, E) + router_z_loss(routing), routing) if loss_inside else (None, routing)
+
+    results = []
+    for g in (f, torch.compile(f, backend="aot_eager", fullgraph=True)):
+        loss, routing = g(z)
+        loss = load_balancing_loss(routing, E) + router_z_loss(routing) if loss is None else loss
+        (grad,) = torch.autograd.grad(loss + routing.topk_weights.square().sum(), z)
+        results.append((routing.topk_ids, routing.topk_weights, routing.logits, routing.scores, grad))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_selection_bias_changes_the_choice_and_never_the_weights():
