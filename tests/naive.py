@@ -55,6 +55,8 @@ def routed(
     x: Tensor, ids: Tensor, weights: Tensor, experts: dict[str, Tensor], act: tuple[str, float, float], on_input: bool
 ) -> Tensor:
     """`[M, H]`: the routed experts' output."""
+    # apart once: indexing the whole at every use would give it a gradient of its whole size each time
+    own = {name: tensor.unbind(0) for name, tensor in experts.items()}
     out = []
     for m in range(x.shape[0]):
         total = torch.zeros_like(x[m])
@@ -63,12 +65,12 @@ def routed(
             if e < 0:
                 continue
             row = x[m] * weights[m, k] if on_input else x[m]
-            h = experts["gate_up_proj"][e] @ row
-            if "gate_up_bias" in experts:
-                h = h + experts["gate_up_bias"][e]
-            y = experts["down_proj"][e] @ activation(h, *act)
-            if "down_bias" in experts:
-                y = y + experts["down_bias"][e]
+            h = own["gate_up_proj"][e] @ row
+            if "gate_up_bias" in own:
+                h = h + own["gate_up_bias"][e]
+            y = own["down_proj"][e] @ activation(h, *act)
+            if "down_bias" in own:
+                y = y + own["down_bias"][e]
             total = total + (y if on_input else y * weights[m, k])
         out.append(total)
     return torch.stack(out) if out else x * 0
