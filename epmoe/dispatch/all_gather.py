@@ -18,7 +18,7 @@ from torch import Tensor
 
 from epmoe.comm import EPGroup
 from epmoe.dispatch.base import DispatcherCapabilities, Layout
-from epmoe.dispatch.exchange import ExchangeDispatcher, Flight, Rows, register_ops
+from epmoe.dispatch.exchange import ExchangeDispatcher, Flight, Rows, arrival, register_ops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,23 +78,11 @@ class AllGatherDispatcher(ExchangeDispatcher):
 
     @staticmethod
     def send(rows: Rows, layout: AllGatherLayout, ep: EPGroup, operation: str) -> Flight:
-        received, work = ep.all_gather_async(rows.pack(layout.send_index))
-
-        def finish() -> Rows:
-            ep.wait(work, operation)
-            return rows.unpack(received)
-
-        return finish
+        return arrival(rows, ep.all_gather_async(rows.pack(layout.send_index)), ep, operation)
 
     @staticmethod
     def give_back(rows: Rows, layout: AllGatherLayout, ep: EPGroup, operation: str) -> Flight:
-        received, work = ep.all_to_all_async(rows.pack(None))
-
-        def finish() -> Rows:
-            ep.wait(work, operation)
-            return rows.unpack(received).sum_over_ranks(layout.slot)
-
-        return finish
+        return arrival(rows, ep.all_to_all_async(rows.pack(None)), ep, operation, layout.slot)
 
     @staticmethod
     def pack_layout(layout: AllGatherLayout) -> tuple[list[Tensor], list[int]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from epmoe.comm import EPGroup
 from epmoe.dispatch.base import DispatcherCapabilities, Layout
-from epmoe.dispatch.exchange import ExchangeDispatcher, Flight, Rows, register_ops
+from epmoe.dispatch.exchange import ExchangeDispatcher, Flight, Rows, arrival, register_ops
 from epmoe.ops.destinations import destinations
 
 
@@ -101,24 +101,12 @@ class AllToAllDispatcher(ExchangeDispatcher):
     @staticmethod
     def send(rows: Rows, layout: AllToAllLayout, ep: EPGroup, operation: str) -> Flight:
         sent, received = layout.numbers
-        messages, work = ep.all_to_all_async(rows.pack(layout.send_index), sent, received)
-
-        def finish() -> Rows:
-            ep.wait(work, operation)
-            return rows.unpack(messages)
-
-        return finish
+        return arrival(rows, ep.all_to_all_async(rows.pack(layout.send_index), sent, received), ep, operation)
 
     @staticmethod
     def give_back(rows: Rows, layout: AllToAllLayout, ep: EPGroup, operation: str) -> Flight:
         sent, received = layout.numbers
-        messages, work = ep.all_to_all_async(rows.pack(None), received, sent)
-
-        def finish() -> Rows:
-            ep.wait(work, operation)
-            return rows.unpack(messages).sum_over_ranks(layout.slot)
-
-        return finish
+        return arrival(rows, ep.all_to_all_async(rows.pack(None), received, sent), ep, operation, layout.slot)
 
     @staticmethod
     def pack_layout(layout: AllToAllLayout) -> tuple[list[Tensor], list[int]]:

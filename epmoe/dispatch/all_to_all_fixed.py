@@ -17,7 +17,7 @@ from torch import Tensor
 
 from epmoe.comm import EPGroup
 from epmoe.dispatch.base import DispatcherCapabilities, Layout
-from epmoe.dispatch.exchange import ExchangeDispatcher, Flight, Rows, register_ops
+from epmoe.dispatch.exchange import ExchangeDispatcher, Flight, Rows, arrival, register_ops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,23 +58,11 @@ class FixedAllToAllDispatcher(ExchangeDispatcher):
 
     @staticmethod
     def send(rows: Rows, layout: FixedLayout, ep: EPGroup, operation: str) -> Flight:
-        messages, work = ep.all_to_all_async(rows.pack(layout.send_index))
-
-        def finish() -> Rows:
-            ep.wait(work, operation)
-            return rows.unpack(messages)
-
-        return finish
+        return arrival(rows, ep.all_to_all_async(rows.pack(layout.send_index)), ep, operation)
 
     @staticmethod
     def give_back(rows: Rows, layout: FixedLayout, ep: EPGroup, operation: str) -> Flight:
-        messages, work = ep.all_to_all_async(rows.pack(None))
-
-        def finish() -> Rows:
-            ep.wait(work, operation)
-            return rows.unpack(messages).sum_over_ranks(layout.slot)
-
-        return finish
+        return arrival(rows, ep.all_to_all_async(rows.pack(None)), ep, operation, layout.slot)
 
     @staticmethod
     def pack_layout(layout: FixedLayout) -> tuple[list[Tensor], list[int]]:

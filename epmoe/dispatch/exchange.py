@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import Work
 
 from epmoe.comm import EPGroup
 from epmoe.dispatch.base import Dispatcher, ExpertInput, Layout, Pending
@@ -132,6 +133,20 @@ class _Wait(torch.autograd.Function):
     def backward(ctx: Any, values: Tensor, weights: Tensor | None) -> tuple[None, Tensor]:
         ctx.link.backward = ctx.link.adjoint(Rows(values.contiguous(), weights, None))
         return None, values.new_empty(0)
+
+
+def arrival(
+    rows: Rows, launched: tuple[Tensor, Work], ep: EPGroup, operation: str, slot: Tensor | None = None
+) -> Flight:
+    """Waits for launched messages shaped like `rows` and unpacks them; with `slot [M, R]`, sums them over ranks."""
+    messages, work = launched
+
+    def finish() -> Rows:
+        ep.wait(work, operation)
+        received = rows.unpack(messages)
+        return received if slot is None else received.sum_over_ranks(slot)
+
+    return finish
 
 
 def launch(movement: Movement, adjoint: Movement, rows: Rows) -> Flight:
