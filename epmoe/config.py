@@ -160,8 +160,10 @@ class MoEConfig:
             router and shared experts keep the full x.
         placement: `contiguous`, `strided`, or one tuple of expert ids per rank.
         dispatcher: `auto`, `local`, `all_gather`, `all_to_all` or `all_to_all_fixed`.
-        experts: `auto`, `reference`, `torch_grouped`, `grouped` or `batched`.
+        experts: `auto`, `reference`, `torch_grouped`, `grouped` or `batched`, or `monolithic`.
         max_tokens_per_rank: the most tokens any rank brings to one call, for `all_to_all_fixed`, which needs it.
+        dispatch_scheme: quantize rows before they are sent, where no gradient is asked for: `fp8_block`, `fp8_row` or
+            `int8_row`.
         expert_capacity, overflow: places per expert of `batched` experts (None: room for every row), and what happens
             past them: `raise`, `chunk` or `drop`.
         chunk_tokens: compute at most this many received rows at a time (None: all at once).
@@ -187,6 +189,7 @@ class MoEConfig:
     dispatcher: str = "auto"
     experts: str = "auto"
     max_tokens_per_rank: int | None = None
+    dispatch_scheme: str | None = None
     expert_capacity: int | None = None
     overflow: str = "raise"
     chunk_tokens: int | None = None
@@ -245,6 +248,11 @@ class MoEConfig:
     def activation_function(self) -> Activation:
         """The activation with its constants filled in."""
         return Activation.named(self.activation, self.activation_alpha, self.activation_limit)
+
+    @property
+    def experts_layout(self) -> str:
+        """Layout of the experts' rows: `batched` where it was asked for or capacity says so, else `standard`."""
+        return "batched" if self.experts == "batched" or self.expert_capacity is not None else "standard"
 
     @property
     def expert_hidden_size(self) -> int:

@@ -12,28 +12,35 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from epmoe.dispatch.base import Dispatcher, ExpertInput, Layout
+from epmoe.capabilities import refusal
+from epmoe.comm.memory import MemoryPlan
+from epmoe.comm.workspace import Workspace
+from epmoe.config import RouterConfig
+from epmoe.dispatch.base import Dispatcher, ExpertInput, Layout, Pending, Traffic
 from epmoe.dispatch.batched import batch
 from epmoe.dispatch.overflow import Overflow
+from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
 from epmoe.experts.base import Experts, ExpertWeights
-from epmoe.experts.reduce import weight_and_reduce
-from epmoe.router import validate_routing
+from epmoe.experts.lora import validate_adapters
+from epmoe.memory import plan_forward
+from epmoe.quant.rows import QuantizedRows, quantize_rows, scales_per_row
+from epmoe.router import route, validate_routing
 
 SHARED_EXPERTS_ORDERS = ("auto", "before", "during", "after")
 
 
 class KernelOutput(NamedTuple):
     """Attributes: `routed [M, H]`; `shared`, what the shared experts gave, or None; `layout`, reusable with the same
-    ids."""
+    ids (None from a monolithic kernel, which shows none)."""
 
     routed: Tensor
     shared: Tensor | None
-    layout: Layout
+    layout: Layout | None
 
 
 class MoEKernel:
@@ -41,8 +48,11 @@ class MoEKernel:
 
     Args:
         dispatcher: how rows move; see `epmoe.dispatch`.
-        experts: how they are computed; see `epmoe.experts`.
+        experts: how they are computed; see `epmoe.experts`. Monolithic ones take router logits and go with `local`.
         layout: of the experts' rows, `standard` or `batched`; None: `standard` where the experts take it.
+        dispatch_scheme: quantize rows before they are sent (`fp8_block`, `fp8_row`, `int8_row`): fewer bytes on the
+            wire, no gradient. Experts that compute with that scheme get the values and scales as they arrive, others
+            get them dequantized. None defers: rows travel as they are and the experts quantize, if they do.
         expert_capacity: C of the batched layout, places per expert on this rank; None: room for every row.
         overflow: what happens past the capacity: `raise`, `chunk` or `drop`; see `Overflow`.
         chunk_tokens: compute at most this many received rows at a time, for less memory; None: all at once. Outputs
@@ -50,11 +60,13 @@ class MoEKernel:
             weights' dtype, so many small parts in bf16 cost precision there.
         shared_experts_order: compute them `before` dispatch, `during` combine, `after` it, or `auto`: during, if the
             dispatcher moves rows asynchronously.
+        workspace: scratch for forwards without gradients. None: the group's, which all its layers share; without a
+            group, the allocator's.
         validate: check ids and weights of every call against [-1, E) and for NaN, waiting for the device. None: when
             EPMOE_VALIDATE=1. Unchecked ids outside [0, E) count as no expert; they never reach memory.
 
     Raises:
-        ValueError: a setting that does not exist, or experts that do not take the layout.
+        ValueError: a setting that does not exist, or parts that do not go together.
 
     Example::
 
@@ -68,23 +80,26 @@ class MoEKernel:
         experts: Experts,
         *,
         layout: str | None = None,
+        dispatch_scheme: str | None = None,
         expert_capacity: int | None = None,
         overflow: str = "raise",
         chunk_tokens: int | None = None,
         shared_experts_order: str = "auto",
+        workspace: Workspace | None = None,
         validate: bool | None = None,
     ) -> None:
         layout = layout or experts.layouts[0]
-        if layout not in experts.layouts:
-            raise ValueError(
-                f"layout={layout!r}: experts {experts.name!r} take {' or '.join(experts.layouts)} rows; choose a pair "
-                "that fits"
-            )
+        if (reason := refusal(dispatcher, experts, layout)) is not None:
+            raise ValueError(reason)
         if expert_capacity is not None and layout != "batched":
             raise ValueError(
                 f"expert_capacity={expert_capacity} with {layout} rows, which have no places: use experts='batched', "
                 "or leave it unset"
             )
+        if dispatch_scheme is not None:
+            scales_per_row(experts.spec.hidden_size, dispatch_scheme)  # knows the schemes that there are
+            if experts.monolithic:
+                raise ValueError(f"dispatch_scheme={dispatch_scheme!r}: experts {experts.name!r} get no rows sent")
         if chunk_tokens is not None and chunk_tokens < 1:
             raise ValueError(f"chunk_tokens={chunk_tokens}: must be at least 1, or None for all at once")
         if shared_experts_order not in SHARED_EXPERTS_ORDERS:
@@ -96,80 +111,212 @@ class MoEKernel:
         self.dispatcher = dispatcher
         self.experts = experts
         self.layout = layout
+        self.dispatch_scheme = dispatch_scheme
         self.overflow = Overflow(overflow, expert_capacity, dispatcher.where)
         self.chunk_tokens = expert_capacity if overflow == "chunk" else chunk_tokens
         self.shared_experts_order = shared_experts_order
+        self.workspace = dispatcher.ep.workspace() if workspace is None and dispatcher.ep is not None else workspace
         self.validate = os.environ.get("EPMOE_VALIDATE", "0") not in ("", "0") if validate is None else validate
+
+    @property
+    def output_is_reduced(self) -> bool:
+        """Whether `routed` is the sum over all ranks; if not, the caller adds it up over the group."""
+        return self.dispatcher.capabilities.output_is_reduced
 
     def __call__(
         self,
-        x: Tensor,
+        x: Tensor | QuantizedRows,
         topk_ids: Tensor,
         topk_weights: Tensor,
         weights: ExpertWeights,
         *,
         shared_experts: Callable[[], Tensor] | None = None,
         layout: Layout | None = None,
+        adapter_ids: Tensor | None = None,
+        out: Tensor | None = None,
+        inplace: bool = False,
     ) -> KernelOutput:
         """The routed experts' output, with the shared experts computed while combine is in flight.
 
         Args:
-            x: `[M, H]`, inner stride 1. M may be 0 and may differ between ranks; all ranks must call.
-            topk_ids: `[M, K]` int32 logical ids; -1 is no expert and costs nothing.
+            x: `[M, H]`, inner stride 1, or rows that are quantized already. M may be 0 and may differ between ranks;
+                all ranks must call.
+            topk_ids: `[M, K]` logical ids; -1 is no expert and costs nothing.
             topk_weights: `[M, K]` float32.
             weights: this rank's experts.
             shared_experts: called once, without arguments, where `shared_experts_order` says.
             layout: from an earlier call with the same ids: no count exchange then.
+            adapter_ids: `[M]` int32, each token's LoRA adapter (`ExpertWeights.lora`), -1 for none; unless validated,
+                whatever is outside `[0, A)` counts as none. All ranks give it or none does.
+            out: `[M, H]` to write `routed` into, where no gradient is asked for.
+            inplace: write it over x. Shared experts, which may read x, then run first.
 
         Raises:
             ValueError: shapes, dtypes, devices or strides that do not fit; ids out of range when validating.
             PeerError: a rank did not take part within the group's deadline.
             RuntimeError: an earlier call overflowed `expert_capacity` under `overflow="raise"`.
         """
+        if self.experts.monolithic:
+            raise ValueError(f"experts={self.experts.name!r} route by themselves: call from_logits(x, logits, ...)")
+        self.experts.check_lora(weights.lora, adapter_ids is not None)  # before rows move: on all ranks or on none
         if self.validate:
             validate_routing(topk_ids, topk_weights, self.dispatcher.owner.shape[0])
+            if adapter_ids is not None:
+                validate_adapters(adapter_ids, weights.lora)
         self.overflow.poll()
+        out = self._destination(x, out, inplace)
         order = self.shared_experts_order if shared_experts is not None else None
+        if order is not None and inplace:
+            order = "before"
         shared = shared_experts() if shared_experts is not None and order == "before" else None
 
-        rows = self.dispatcher.dispatch_async(x, topk_ids, topk_weights, layout=layout).wait()
-        combining = self.dispatcher.combine_async(self._compute(rows, weights), rows.handle)
+        arriving = self.dispatcher.dispatch_async(
+            self._to_send(x), self._ids_as_wanted(topk_ids), topk_weights, layout=layout, adapter_ids=adapter_ids
+        )
+        rows = _arrived(arriving)
+        handle = rows.handle
+        output = self._compute(rows, weights)
+        del rows, arriving  # the received rows' memory is free for what comes back
+        combining = self.dispatcher.combine_async(output, handle, out=out)
+        del output
         if shared_experts is not None and order == "during":
             shared = shared_experts()
-        routed = combining.wait()
+        routed = _arrived(combining)
 
         if shared_experts is not None and order == "after":
             shared = shared_experts()
-        return KernelOutput(routed, shared, rows.handle)
+        return KernelOutput(routed, shared, handle)
 
-    def _compute(self, rows: ExpertInput, weights: ExpertWeights) -> Tensor:
-        """This rank's experts on the rows received, one reduced row each `[T, H]`, at most `chunk_tokens` at a time."""
+    def from_logits(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        weights: ExpertWeights,
+        *,
+        router: RouterConfig,
+        top_k: int,
+        selection_bias: Tensor | None = None,
+        **options: Any,
+    ) -> KernelOutput:
+        """The same from router logits: monolithic experts fuse the routing with what follows, others are routed first.
+
+        Args:
+            x: `[M, H]`.
+            logits: `[M, E]`.
+            weights: this rank's experts.
+            router, top_k, selection_bias: as `epmoe.route` takes them.
+            options: as of `__call__`; monolithic experts take `shared_experts` alone.
+
+        Raises:
+            ValueError: as `__call__`, or options that a monolithic kernel has no use for.
+        """
+        if not self.experts.monolithic:
+            routing = route(logits, router, top_k, selection_bias=selection_bias)
+            return self(x, routing.topk_ids, routing.topk_weights, weights, **options)
+        shared_experts = options.pop("shared_experts", None)
+        if options:
+            raise ValueError(
+                f"experts={self.experts.name!r} show no routing, so {', '.join(options)} can't apply to them: leave it "
+                "out, or use experts that take topk_ids"
+            )
+        routed = self.experts.from_logits(x, logits, router, weights, selection_bias=selection_bias, top_k=top_k)
+        return KernelOutput(routed, None if shared_experts is None else shared_experts(), None)
+
+    def memory_plan(self, num_tokens: int, top_k: int, *, traffic: Traffic | None = None) -> MemoryPlan:
+        """The buffers of a forward without gradients, with their bytes and its peak, before anything is allocated.
+
+        Args:
+            num_tokens: M, the most that any rank brings.
+            top_k: K.
+            traffic: the rows that move, where they are known; None: the most that any routing can move.
+
+        Raises:
+            ValueError: experts that plan no workspace.
+        """
+        return plan_forward(
+            self.dispatcher,
+            self.experts,
+            self.layout,
+            self.workspace,
+            num_tokens=num_tokens,
+            top_k=top_k,
+            dispatch_scheme=self.dispatch_scheme,
+            chunk_tokens=self.chunk_tokens,
+            capacity=self.overflow.capacity,
+            traffic=traffic,
+        )
+
+    def _to_send(self, x: Tensor | QuantizedRows) -> Tensor | QuantizedRows:
+        if self.dispatch_scheme is None or isinstance(x, QuantizedRows):
+            return x
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ValueError(
+                f"dispatch_scheme={self.dispatch_scheme!r} with an x that needs a gradient: none flows through "
+                "quantized rows; use torch.no_grad(), or dispatch_scheme=None in training"
+            )
+        return quantize_rows(x, self.dispatch_scheme)
+
+    def _ids_as_wanted(self, topk_ids: Tensor) -> Tensor:
+        wanted = self.dispatcher.capabilities.topk_ids_dtype
+        return topk_ids if topk_ids.dtype == wanted or topk_ids.is_floating_point() else topk_ids.to(wanted)
+
+    def _destination(self, x: Tensor | QuantizedRows, out: Tensor | None, inplace: bool) -> Tensor | None:
+        """Where the result goes: `out`, x, or None for memory of its own."""
+        if not inplace and out is None:
+            return None
+        name = "out" if out is not None else "inplace"
+        if out is not None and inplace:
+            raise ValueError("out=... with inplace=True: give one")
+        if isinstance(x, QuantizedRows) and inplace:
+            raise ValueError("inplace=True with quantized rows, which can't hold the result: give out=")
+        if torch.is_grad_enabled() and not isinstance(x, QuantizedRows) and x.requires_grad:
+            raise ValueError(f"{name} with an x that needs a gradient: backward reads x; use torch.no_grad()")
+        to = x if out is None else out
+        assert isinstance(to, Tensor)
+        right = (*x.shape[:1], self.experts.spec.hidden_size)
+        if tuple(to.shape) != right or to.dtype != self.experts.spec.dtype or not to.is_contiguous():
+            raise ValueError(
+                f"{name}: {to.dtype} {tuple(to.shape)} with strides {to.stride()} must be contiguous "
+                f"{self.experts.spec.dtype} {right}"
+            )
+        return to
+
+    def _compute(self, rows: ExpertInput, weights: ExpertWeights) -> ExpertOutput:
+        """This rank's experts on the rows received, at most `chunk_tokens` at a time."""
         size = self.chunk_tokens
         if size is None or rows.x.shape[0] <= size:
             return self._compute_part(rows, weights)
-        parts = [self._compute_part(part, weights) for part in split(rows, size)]
-        return torch.cat(parts)
+        parts = [weight_and_reduce(self._compute_part(part, weights)) for part in split(rows, size)]
+        return ExpertOutput(torch.cat(parts))
 
-    def _compute_part(self, rows: ExpertInput, weights: ExpertWeights) -> Tensor:
+    def _compute_part(self, rows: ExpertInput, weights: ExpertWeights) -> ExpertOutput:
+        spec, experts = self.experts.spec, self.experts
+        if rows.scheme not in experts.row_schemes or self.layout == "batched":
+            rows = rows.dequantized(spec.dtype)
+        delegate = self.dispatcher.capabilities.reduces and self.chunk_tokens is None
         if self.layout == "standard":
-            return self.experts(rows, weights)
-        on_input = self.experts.spec.weight_on_input
-        capacity = self.overflow.capacity or rows.x.shape[0]
-        made = batch(rows, capacity, with_weights=on_input)
+            return experts.output(rows, weights, delegate=delegate, workspace=self.workspace)
+        made = batch(rows, self.overflow.capacity or rows.x.shape[0], with_weights=spec.weight_on_input)
         self.overflow.record(made.overflow)
-        y = self.experts(made.rows, weights)
-        # the weight is applied once: here, unless the experts had it on their input
-        return weight_and_reduce(y.flatten(0, 1), made.slot, None if on_input else rows.topk_weights, y.dtype)
+        return experts.output(made.rows, weights, delegate=delegate, workspace=self.workspace)
+
+
+def _arrived(pending: Pending[Any]) -> Any:
+    """Between launch and wait: the light half first, as a scheduler would, then the rest."""
+    if pending.hook is not None:
+        pending.hook()
+    return pending.wait()
 
 
 def split(rows: ExpertInput, size: int) -> list[ExpertInput]:
     """`rows` in parts of at most `size`, in order."""
-    k = rows.topk_ids.shape[1]
-    return [
-        dataclasses.replace(
-            rows, x=x, topk_ids=ids, topk_weights=weights, max_assignments=min(rows.max_assignments, x.shape[0] * k)
-        )
-        for x, ids, weights in zip(
-            rows.x.split(size), rows.topk_ids.split(size), rows.topk_weights.split(size), strict=True
-        )
-    ]
+    expected_m = rows.expected_m
+    if expected_m is None:  # all parts are computed as the whole would be, to the bit
+        expected_m = -(-rows.max_assignments // rows.num_local)
+    fields = ("x", "topk_ids", "topk_weights", "x_scale", "adapter_ids")
+    parts = []
+    for first in range(0, rows.x.shape[0], size):
+        cut = {name: getattr(rows, name)[first : first + size] for name in fields if getattr(rows, name) is not None}
+        pairs = min(rows.max_assignments, cut["topk_ids"].numel())
+        parts.append(dataclasses.replace(rows, max_assignments=pairs, expected_m=expected_m, **cut))
+    return parts

@@ -15,17 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from epmoe.adapters import LORA_PARAMETERS, WithLora
 from epmoe.comm import EPGroup
 from epmoe.config import DTYPES, Activation, MoEConfig
 from epmoe.dispatch import make_dispatcher
-from epmoe.experts import ExpertsSpec, ExpertWeights, select_experts
+from epmoe.experts import ExpertWeights, select_experts_impl
 from epmoe.kernel import MoEKernel
 from epmoe.ops.activation import apply_activation
 from epmoe.placement import ExpertPlacement
 from epmoe.recompute import current_tape
 from epmoe.router import Router, Routing, as_routing
 
-EXPERT_PARAMETERS = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
+EXPERT_PARAMETERS = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias", *LORA_PARAMETERS)
 
 
 class SharedExperts(nn.Module):
@@ -75,7 +76,7 @@ class SharedExperts(nn.Module):
         return out
 
 
-class MoELayer(nn.Module):
+class MoELayer(WithLora):
     """A Mixture-of-Experts layer whose routed experts are spread over the ranks of `ep`.
 
     Parameters: `router.weight [E, H]`; this rank's experts `gate_up_proj [L, 2I, H]` (gate rows, then up rows; `[L, I,
@@ -129,6 +130,11 @@ class MoELayer(nn.Module):
         ranks, rank = (ep.num_ranks, ep.rank) if ep is not None else (1, 0)
         if device is None and ep is not None:
             device = ep.device
+        if config.experts == "monolithic" and router is not None:
+            raise ValueError(
+                f"layer {name!r}: experts='monolithic' route by themselves, which a router of your own can't: leave "
+                "router unset, or use other experts"
+            )
         if ep is not None:  # before anything that could fail on one rank only
             ep.check_same(f"MoELayer {name!r}", {**config.fields(), "dtype": dtype, "own router": router is not None})
         self.placement = ExpertPlacement.from_spec(config.placement, config.num_experts, ranks)
@@ -173,15 +179,6 @@ class MoELayer(nn.Module):
         """The `MoEKernel` for rows of `dtype` on `device`: chosen once, then kept."""
         if (device, dtype) not in self._kernels:
             config = self.config
-            spec = ExpertsSpec(
-                config.activation_function,
-                config.expert_hidden_size,
-                config.intermediate_size,
-                dtype,
-                device,
-                config.router_weight_on_input,
-            )
-            layout = "batched" if config.experts == "batched" or config.expert_capacity is not None else "standard"
             self._kernels[device, dtype] = MoEKernel(
                 make_dispatcher(
                     config.dispatcher,
@@ -191,8 +188,9 @@ class MoELayer(nn.Module):
                     layer=self.name,
                     max_tokens_per_rank=config.max_tokens_per_rank,
                 ),
-                select_experts(spec, config.experts, layout).experts,
-                layout=layout,
+                select_experts_impl(config, device=device, dtype=dtype, lora=bool(self.lora_adapters)).experts,
+                layout=config.experts_layout,
+                dispatch_scheme=config.dispatch_scheme,
                 expert_capacity=config.expert_capacity,
                 overflow=config.overflow,
                 chunk_tokens=config.chunk_tokens,
@@ -203,7 +201,9 @@ class MoELayer(nn.Module):
 
     def expert_weights(self) -> ExpertWeights:
         """This rank's experts as `MoEKernel` takes them."""
-        return ExpertWeights(self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias)
+        return ExpertWeights(
+            self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias, lora=self.expert_lora()
+        )
 
     def expert_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that differ between ranks, by name: the routed experts'. All others are replicated."""
@@ -233,6 +233,7 @@ class MoELayer(nn.Module):
             generator.manual_seed(seed + expert)
             for weight in (self.gate_up_proj, self.down_proj):
                 weight[local].normal_(std=weight.shape[-1] ** -0.5, generator=generator)
+        self.reset_lora_parameters()
 
     @torch.no_grad()
     def load_experts(self, tensors: Mapping[str, Tensor], expert_ids: Sequence[int] | None = None) -> list[int]:
@@ -267,13 +268,20 @@ class MoELayer(nn.Module):
         return [expert for _, _, expert in here]
 
     def forward(
-        self, x: Tensor, *, token_mask: Tensor | None = None, return_routing: bool = False
+        self,
+        x: Tensor,
+        *,
+        token_mask: Tensor | None = None,
+        adapter_ids: Tensor | int | None = None,
+        return_routing: bool = False,
     ) -> Tensor | tuple[Tensor, Routing]:
         """The layer's output, in the shape and dtype of x.
 
         Args:
             x: `[..., H]`; any number of tokens, also none.
             token_mask: `[...]` bool, False for padding: those tokens go to no routed expert and cost nothing there.
+            adapter_ids: `[...]` int32, each token's adapter of `add_lora`, or one number for all tokens; -1 is none, as
+                None is for all. Other ranks may have other tokens or none with adapters.
             return_routing: also give the `Routing`, for losses and load metrics.
 
         Raises:
@@ -285,29 +293,61 @@ class MoELayer(nn.Module):
         if tokens.stride(-1) != 1:
             tokens = tokens.contiguous()
         mask = None if token_mask is None else token_mask.reshape(-1)
+        adapters = self._adapter_ids(adapter_ids, x)
 
-        tape = current_tape()
+        kernel = self.kernel(tokens.device, dtype)
+        monolithic = kernel.experts.monolithic
+        tape = None if monolithic else current_tape()
         forced, layout = tape.next(self.name) if tape is not None and tape.replaying else (None, None)
-        routing = self._route(tokens, mask, forced)
+        if monolithic:
+            logits = self._logits(tokens, mask, return_routing)
+        else:
+            routing = self._route(tokens, mask, forced)
         with torch.autocast(tokens.device.type, enabled=False):
             tokens = tokens.to(dtype)
             routed_input = tokens if self.latent_down is None else F.linear(tokens, self.latent_down.to(dtype))
-            shared_experts = self.shared_experts
-            out = self.kernel(tokens.device, dtype)(
-                routed_input,
-                routing.topk_ids,
-                routing.topk_weights.to(torch.promote_types(dtype, torch.float32)),
-                self.expert_weights().to(dtype),
-                shared_experts=None if shared_experts is None else lambda: shared_experts(tokens),
-                layout=layout,
-            )
+            weights, shared_experts = self.expert_weights().to(dtype), self.shared_experts
+            shared = None if shared_experts is None else lambda: shared_experts(tokens)
+            if monolithic:
+                out = kernel.from_logits(routed_input, logits, weights, shared_experts=shared, **self._routing_rules())
+            else:
+                precise = routing.topk_weights.to(torch.promote_types(dtype, torch.float32))
+                out = kernel(
+                    routed_input,
+                    routing.topk_ids,
+                    precise,
+                    weights,
+                    shared_experts=shared,
+                    layout=layout,
+                    adapter_ids=adapters,
+                )
             if tape is not None and not tape.replaying:
+                assert out.layout is not None
                 tape.record(self.name, routing.topk_ids, out.layout)
             y = out.routed if self.latent_up is None else F.linear(out.routed, self.latent_up.to(dtype))
             if out.shared is not None:
                 y = y + out.shared
         y = y.to(x.dtype).reshape(x.shape)
         return (y, routing) if return_routing else y
+
+    def _logits(self, tokens: Tensor, mask: Tensor | None, return_routing: bool) -> Tensor:
+        """What monolithic experts route by; a masked token has no usable expert."""
+        if return_routing:
+            raise ValueError(
+                f"layer {self.name!r}: experts={self.config.experts!r} show no routing, which return_routing=True asks "
+                "for: use others"
+            )
+        assert isinstance(self.router, Router), "checked when the layer was made"
+        logits = self.router.logits(tokens, mask)
+        return logits if mask is None else torch.where(mask[:, None], logits, -torch.inf)
+
+    def _routing_rules(self) -> dict[str, Any]:
+        assert isinstance(self.router, Router)
+        return {
+            "router": self.router.config,
+            "top_k": self.router.top_k,
+            "selection_bias": self.router.selection_bias,
+        }
 
     def _route(self, tokens: Tensor, mask: Tensor | None, forced: Tensor | None) -> Routing:
         if isinstance(self.router, Router):

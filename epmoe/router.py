@@ -235,6 +235,17 @@ class Router(nn.Module):
         self, x: torch.Tensor, *, topk_ids: torch.Tensor | None = None, token_mask: torch.Tensor | None = None
     ) -> Routing:
         """x `[M, H]` -> Routing; `topk_ids` and `token_mask` as in `route`."""
+        return route(
+            self.logits(x, token_mask),
+            self.config,
+            self.top_k,
+            selection_bias=self.selection_bias,
+            topk_ids=topk_ids,
+            token_mask=token_mask,
+        )
+
+    def logits(self, x: torch.Tensor, token_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """x `[M, H]` -> `[M, E]` in `config.dtype`; masked rows count as zeros."""
         shape = list(x.shape)
         _require(
             x.dim() == 2 and shape[1] == self.hidden_size, f"x has shape {shape}: must be [M, H={self.hidden_size}]"
@@ -245,15 +256,7 @@ class Router(nn.Module):
         dtype = self.config.dtype
         with _no_autocast(x):
             bias = None if self.bias is None else self.bias.to(dtype)
-            logits = F.linear(x.to(dtype), self.weight.to(dtype), bias)
-        return route(
-            logits,
-            self.config,
-            self.top_k,
-            selection_bias=self.selection_bias,
-            topk_ids=topk_ids,
-            token_mask=token_mask,
-        )
+            return F.linear(x.to(dtype), self.weight.to(dtype), bias)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Router:
         exact = self.selection_bias

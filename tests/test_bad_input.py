@@ -148,7 +148,7 @@ def test_a_kernel_called_by_hand_checks_its_arguments() -> None:
         ((x[None], ids, p), ["x [M, H]", "(1, 3, 16)"]),
         ((x[:2], ids, p), ["x has 2 rows and topk_ids 3"]),
         ((torch.randn(16, 3).t(), ids, p), ["x.stride(-1)=3", "x.contiguous()"]),
-        ((x, ids.long(), p), ["topk_ids.dtype=torch.int64", "torch.int32"]),
+        ((x, ids.float(), p), ["topk_ids.dtype=torch.float32", "torch.int32"]),
         ((x, ids, p.half()), ["topk_weights.dtype=torch.float16", "torch.float32"]),
         ((x, ids.to("meta"), p), ["topk_ids is on meta", "cpu"]),
         ((torch.randn(3, 12), ids, p), ["rows are 12 wide", "hidden_size is 16"]),

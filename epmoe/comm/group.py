@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from epmoe.comm.symmetric import Channel
+from epmoe.comm.workspace import Workspace
+
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+
+
+_LIVE: weakref.WeakValueDictionary[str, EPGroup] = weakref.WeakValueDictionary()  # finds groups, owns none
 
 
 class PeerError(RuntimeError):
@@ -80,16 +87,36 @@ class EPGroup:
             raise ValueError("device='cpu' with an NCCL group: use backend='gloo' (or 'cpu:gloo,cuda:nccl')")
         self._all_to_all_options = dist.distributed_c10d.AllToAllOptions()
         self._all_to_all_options.asyncOp = True
+        self._workspaces: dict[int, Workspace] = {}
+        # of comm.symmetric: the buffers that peers write to, and why there can be none ("" if there can)
+        self.channels: list[Channel] = []
+        self.reachability: str | None = None
         # where numbers land on the host, and what says that they have; in use only inside `to_host`
         self._landings: dict[tuple[torch.Size, torch.dtype], tuple[Tensor, torch.cuda.Event]] = {}
+        known = _LIVE.get(self.name)
+        if known is None or known.process_group is not process_group:
+            _LIVE[self.name] = self
 
     @classmethod
     def from_name(cls, name: str, timeout: float) -> EPGroup:
-        """The group of an existing communicator, by its `torch.distributed` name: what compiled graphs carry."""
-        return cls(dist.distributed_c10d._resolve_process_group(name), timeout=timeout)  # type: ignore[arg-type]
+        """The group of an existing communicator, by its `torch.distributed` name: what compiled graphs carry.
+
+        The one that layers hold where there is one, so that eager and compiled calls share buffers.
+        """
+        process_group = dist.distributed_c10d._resolve_process_group(name)
+        known = _LIVE.get(name)
+        if known is not None and known.process_group is process_group and known.timeout == timeout:
+            return known
+        return cls(process_group, timeout=timeout)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         return f"EPGroup(rank {self.rank} of {self.num_ranks}, {self.backend}, {self.device}, {self.name!r})"
+
+    def workspace(self, lane: int = 0) -> Workspace:
+        """The scratch of one lane, shared by all layers that hold this group; a microbatch has a lane of its own."""
+        if lane not in self._workspaces:
+            self._workspaces[lane] = Workspace(self.device, f"workspace of group {self.name!r}, lane {lane}")
+        return self._workspaces[lane]
 
     def error(self, operation: str, why: str) -> PeerError:
         """The error for a wait that failed: names rank, group, operation (which names the layer) and the way out."""

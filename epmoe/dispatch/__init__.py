@@ -56,10 +56,8 @@ def make_dispatcher(
         raise ValueError(f"dispatcher={name!r}: must be auto, " + ", ".join(DISPATCHERS))
     if name == "local" and ranks > 1:
         raise ValueError(f"dispatcher='local' with {ranks} ranks: experts elsewhere are out of reach; use 'all_to_all'")
-    if name == "all_to_all_fixed" and max_tokens_per_rank is None:
-        raise ValueError(
-            f"layer {layer!r}: dispatcher='all_to_all_fixed' reserves room for max_tokens_per_rank: set it"
-        )
+    if DISPATCHERS[name].capabilities.max_tokens and max_tokens_per_rank is None:
+        raise ValueError(f"layer {layer!r}: dispatcher={name!r} reserves room for max_tokens_per_rank: set it")
     device = torch.device(device)
     if ep is not None and device.type not in (ep.device.type, "meta"):
         raise ValueError(f"device={str(device)!r}, but the EPGroup moves {ep.device.type} tensors ({ep.backend})")

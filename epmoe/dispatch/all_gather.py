@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from epmoe.comm import EPGroup
-from epmoe.dispatch.base import DispatcherCapabilities, Layout
+from epmoe.dispatch.base import DispatcherCapabilities, Layout, Traffic
 from epmoe.dispatch.exchange import ExchangeDispatcher, Flight, Rows, arrival, register_ops
 
 
@@ -81,8 +81,10 @@ class AllGatherDispatcher(ExchangeDispatcher):
         return arrival(rows, ep.all_gather_async(rows.pack(layout.send_index)), ep, operation)
 
     @staticmethod
-    def give_back(rows: Rows, layout: AllGatherLayout, ep: EPGroup, operation: str) -> Flight:
-        return arrival(rows, ep.all_to_all_async(rows.pack(None)), ep, operation, layout.slot)
+    def give_back(
+        rows: Rows, layout: AllGatherLayout, ep: EPGroup, operation: str, out: Tensor | None = None
+    ) -> Flight:
+        return arrival(rows, ep.all_to_all_async(rows.pack(None)), ep, operation, layout.slot, out)
 
     @staticmethod
     def pack_layout(layout: AllGatherLayout) -> tuple[list[Tensor], list[int]]:
@@ -95,6 +97,10 @@ class AllGatherDispatcher(ExchangeDispatcher):
     def unpack_layout(tensors: Sequence[Tensor], numbers: Sequence[int]) -> AllGatherLayout:
         tokens, rows, assignments, capacity = numbers
         return AllGatherLayout(tokens, rows, assignments, capacity, *tensors)
+
+    def traffic(self, num_tokens: int, top_k: int) -> Traffic:
+        rows = self.ep.num_ranks * num_tokens
+        return Traffic(rows, rows, rows * top_k)
 
     def wire_bytes(self, handle: Layout, row_bytes: int) -> tuple[int, int]:
         assert isinstance(handle, AllGatherLayout)

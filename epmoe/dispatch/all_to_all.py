@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from epmoe.comm import EPGroup
-from epmoe.dispatch.base import DispatcherCapabilities, Layout
+from epmoe.dispatch.base import DispatcherCapabilities, Layout, Traffic
 from epmoe.dispatch.exchange import ExchangeDispatcher, Flight, Rows, arrival, register_ops
 from epmoe.ops.destinations import destinations
 
@@ -87,7 +87,9 @@ class AllToAllDispatcher(ExchangeDispatcher):
     """Variable-size all-to-all each way, after one exchange of counts."""
 
     name = "all_to_all"
-    capabilities = DispatcherCapabilities(asynchronous=True, host_sync=True, backends=("gloo", "nccl"))
+    capabilities = DispatcherCapabilities(
+        asynchronous=True, host_sync=True, backends=("gloo", "nccl"), exact_pairs=True
+    )
 
     def make_layout(self, topk_ids: Tensor) -> AllToAllLayout:
         operation = f"layer {self.layer!r}, exchange of row counts"
@@ -104,9 +106,9 @@ class AllToAllDispatcher(ExchangeDispatcher):
         return arrival(rows, ep.all_to_all_async(rows.pack(layout.send_index), sent, received), ep, operation)
 
     @staticmethod
-    def give_back(rows: Rows, layout: AllToAllLayout, ep: EPGroup, operation: str) -> Flight:
+    def give_back(rows: Rows, layout: AllToAllLayout, ep: EPGroup, operation: str, out: Tensor | None = None) -> Flight:
         sent, received = layout.numbers
-        return arrival(rows, ep.all_to_all_async(rows.pack(None), received, sent), ep, operation, layout.slot)
+        return arrival(rows, ep.all_to_all_async(rows.pack(None), received, sent), ep, operation, layout.slot, out)
 
     @staticmethod
     def pack_layout(layout: AllToAllLayout) -> tuple[list[Tensor], list[int]]:
@@ -119,6 +121,10 @@ class AllToAllDispatcher(ExchangeDispatcher):
     def unpack_layout(tensors: Sequence[Tensor], numbers: Sequence[int]) -> AllToAllLayout:
         tokens, received, pairs = numbers
         return AllToAllLayout(tokens, received, pairs, *tensors)
+
+    def traffic(self, num_tokens: int, top_k: int) -> Traffic:
+        rows = num_tokens * self.ep.num_ranks  # all of every rank's tokens come here
+        return Traffic(num_tokens * min(self.ep.num_ranks, top_k), rows, rows * min(top_k, self.num_local))
 
     def wire_bytes(self, handle: Layout, row_bytes: int) -> tuple[int, int]:
         assert isinstance(handle, AllToAllLayout)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from epmoe.comm import EPGroup
-from epmoe.dispatch.base import DispatcherCapabilities, Layout
+from epmoe.dispatch.base import DispatcherCapabilities, Layout, Traffic
 from epmoe.dispatch.exchange import ExchangeDispatcher, Flight, Rows, arrival, register_ops
 
 
@@ -34,7 +34,9 @@ class FixedAllToAllDispatcher(ExchangeDispatcher):
     """Equal all-to-all each way; needs `max_tokens_per_rank`, the same on all ranks."""
 
     name = "all_to_all_fixed"
-    capabilities = DispatcherCapabilities(asynchronous=True, cuda_graph=True, backends=("gloo", "nccl"))
+    capabilities = DispatcherCapabilities(
+        asynchronous=True, cuda_graph=True, backends=("gloo", "nccl"), max_tokens=True
+    )
 
     def make_layout(self, topk_ids: Tensor) -> FixedLayout:
         tokens, k = topk_ids.shape
@@ -61,8 +63,8 @@ class FixedAllToAllDispatcher(ExchangeDispatcher):
         return arrival(rows, ep.all_to_all_async(rows.pack(layout.send_index)), ep, operation)
 
     @staticmethod
-    def give_back(rows: Rows, layout: FixedLayout, ep: EPGroup, operation: str) -> Flight:
-        return arrival(rows, ep.all_to_all_async(rows.pack(None)), ep, operation, layout.slot)
+    def give_back(rows: Rows, layout: FixedLayout, ep: EPGroup, operation: str, out: Tensor | None = None) -> Flight:
+        return arrival(rows, ep.all_to_all_async(rows.pack(None)), ep, operation, layout.slot, out)
 
     @staticmethod
     def pack_layout(layout: FixedLayout) -> tuple[list[Tensor], list[int]]:
@@ -72,6 +74,11 @@ class FixedAllToAllDispatcher(ExchangeDispatcher):
     def unpack_layout(tensors: Sequence[Tensor], numbers: Sequence[int]) -> FixedLayout:
         tokens, rows, pairs = numbers
         return FixedLayout(tokens, rows, pairs, *tensors)
+
+    def traffic(self, num_tokens: int, top_k: int) -> Traffic:
+        assert self.max_tokens_per_rank is not None
+        rows = self.ep.num_ranks * self.max_tokens_per_rank
+        return Traffic(rows, rows, rows * top_k)
 
     def wire_bytes(self, handle: Layout, row_bytes: int) -> tuple[int, int]:
         assert self.max_tokens_per_rank is not None

@@ -14,12 +14,15 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from epmoe.comm import EPGroup
+from epmoe.comm.memory import Buffer, buffer
+from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
+from epmoe.quant.rows import QuantizedRows, dequantize_rows
 
 Value = TypeVar("Value")
 
@@ -27,7 +30,8 @@ Value = TypeVar("Value")
 class Pending(Generic[Value]):
     """Something on its way. `wait()` gives it, once or many times; `hook`, when there is one, only makes it arrive.
 
-    Launch, do something else, then wait: what lies between overlaps with the transfer.
+    Launch, do something else, then wait: what lies between overlaps with the transfer. The hook is light: it neither
+    unpacks nor sums, so a scheduler may call it early and leave the rest to `wait`.
     """
 
     def __init__(self, finish: Callable[[], Value], hook: Callable[[], None] | None = None) -> None:
@@ -76,6 +80,11 @@ class ExpertInput:
         num_local: L.
         max_assignments: at most this many (row, k) pairs belong to local experts.
         handle: what `combine` and both backwards need.
+        expected_m: the rows an expert should expect, (M·R·K + E) // E. It picks the kernels' configuration and never
+            what is computed; None where `max_assignments` is the true number, so that max_assignments / L is better.
+        x_scale: `[T, S]` float32 where x is quantized, else None; see `quant.rows.QuantizedRows`.
+        scheme: the scheme of quantized rows, else None.
+        adapter_ids: `[T]` int32, the LoRA adapter of each row, outside the adapters' range for none; None: nobody's.
     """
 
     x: Tensor
@@ -85,6 +94,17 @@ class ExpertInput:
     num_local: int
     max_assignments: int
     handle: Layout
+    expected_m: int | None = None
+    x_scale: Tensor | None = None
+    scheme: str | None = None
+    adapter_ids: Tensor | None = None
+
+    def dequantized(self, dtype: torch.dtype) -> ExpertInput:
+        """The same rows in `dtype`; these themselves where they are not quantized."""
+        if self.x_scale is None or self.scheme is None:
+            return self
+        x = dequantize_rows(QuantizedRows(self.x, self.x_scale, self.scheme), dtype)
+        return dataclasses.replace(self, x=x, x_scale=None, scheme=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +120,9 @@ class BatchedInput:
             weight is applied to the input: on the output `combine` applies it.
         expected_m: the rows an expert should expect, (M·R·K + E) // E. It picks the kernels' configuration and never
             what is computed; None expects all C.
+        slot: `[T, K]` int32, the place l·C + c of each (row, k) pair received, -1 for none: what combine sums by.
+        slot_weights: `[T, K]`, the router weights that combine applies; None where they are on the input.
+        adapter_ids: `[L, C]` int32, as in `ExpertInput`.
     """
 
     x: Tensor
@@ -107,6 +130,9 @@ class BatchedInput:
     handle: Layout
     topk_weights: Tensor | None = None
     expected_m: int | None = None
+    slot: Tensor | None = None
+    slot_weights: Tensor | None = None
+    adapter_ids: Tensor | None = None
 
     @property
     def num_local(self) -> int:
@@ -116,7 +142,7 @@ class BatchedInput:
 
 @dataclasses.dataclass(frozen=True)
 class DispatcherCapabilities:
-    """What a dispatcher can do, stated so that nobody finds out by a crash."""
+    """What a dispatcher can do and what it wants, stated so that nobody finds out by a crash."""
 
     layouts: tuple[str, ...] = ("standard",)
     asynchronous: bool = False
@@ -124,6 +150,19 @@ class DispatcherCapabilities:
     autograd: bool = True
     host_sync: bool = False  # waits for the device once per dispatch, to learn how many rows arrive
     backends: tuple[str, ...] = ()  # of torch.distributed; empty: needs none
+    max_tokens: bool = False  # reserves room for max_tokens_per_rank, which must be given
+    exact_pairs: bool = False  # ExpertInput.max_assignments is the number of pairs, not only a bound of it
+    output_is_reduced: bool = True  # combine gives the sum over all ranks; else the caller adds it up over the group
+    reduces: bool = False  # weights and sums the experts' rows itself, while it sends them
+    topk_ids_dtype: torch.dtype = torch.int32
+
+
+class Traffic(NamedTuple):
+    """Rows of one call on this rank: S sent, T received, N (row, local expert) pairs among those received."""
+
+    sent: int
+    received: int
+    pairs: int
 
 
 class Dispatcher(ABC):
@@ -161,10 +200,10 @@ class Dispatcher(ABC):
     @property
     def where(self) -> str:
         """Layer and rank, as errors name them."""
-        return f"layer {self.layer!r}, rank {self.ep.rank if self.ep is not None else 0} of {self.num_ranks}"
+        return f"layer {self.layer!r}, rank {self.ep.rank if self.ep is not None else 0} of {self.num_dispatchers}"
 
     @property
-    def num_ranks(self) -> int:
+    def num_dispatchers(self) -> int:
         """R: how many dispatchers of this layer exchange rows with each other."""
         return self.ep.num_ranks if self.ep is not None else 1
 
@@ -174,38 +213,112 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def dispatch_async(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, layout: Layout | None = None
+        self,
+        x: Tensor | QuantizedRows,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        layout: Layout | None = None,
+        adapter_ids: Tensor | None = None,
     ) -> Pending[ExpertInput]:
-        """Launches `x [M, H]` and its routing towards the owners; `layout` reuses one made for the same ids."""
+        """Launches `x [M, H]` and its routing towards the owners.
+
+        Args:
+            x: rows, or rows quantized by the caller: values and scales travel in one message and reach the experts as
+                they are. No gradient reaches quantized rows.
+            layout: reuses one made for the same ids.
+            adapter_ids: `[M]` int32, travels with each row.
+        """
 
     @abstractmethod
-    def combine_async(self, rows: Tensor, handle: Layout) -> Pending[Tensor]:
-        """Launches `rows [T, H]`, one reduced row per row received, back to their tokens: `[M, H]` when waited for.
+    def combine_async(
+        self, rows: Tensor | ExpertOutput, handle: Layout, *, out: Tensor | None = None
+    ) -> Pending[Tensor]:
+        """Launches the experts' output back to its tokens: `[M, H]` when waited for.
 
-        Until then `rows` may be what the transfer reads: leave them as they are.
+        Args:
+            rows: `[T, H]`, one reduced row per row received, or what experts gave and how it is to be weighted and
+                summed. Until waited for they may be what the transfer reads: leave them as they are.
+            out: `[M, H]` in the rows' dtype, to put the result into; where no gradient is asked for.
         """
+
+    @staticmethod
+    def reduced(rows: Tensor | ExpertOutput, out: Tensor | None = None) -> Tensor:
+        """One row per row received: the experts' strategy applied."""
+        return rows if isinstance(rows, Tensor) else weight_and_reduce(rows, out=out)
 
     @abstractmethod
     def wire_bytes(self, handle: Layout, row_bytes: int) -> tuple[int, int]:
         """Bytes that this rank sends to and receives from other ranks in one dispatch of rows of `row_bytes`."""
 
+    @abstractmethod
+    def traffic(self, num_tokens: int, top_k: int) -> Traffic:
+        """The most that a call can move if every rank brings `num_tokens`, whatever the routing."""
+
+    def memory_plan(
+        self, num_tokens: int, width: int, dtype: torch.dtype, message_bytes: int, traffic: Traffic
+    ) -> list[Buffer]:
+        """What dispatch and combine of a forward without gradients allocate for `traffic`.
+
+        Args:
+            width, dtype: H, and the dtype of the rows that come back.
+            message_bytes: of a dispatched row with its ids, weights and scales.
+        """
+        return [buffer("output", (num_tokens, width), dtype, "combine", "sum")]
+
     def dispatch(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, layout: Layout | None = None
+        self,
+        x: Tensor | QuantizedRows,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        layout: Layout | None = None,
+        adapter_ids: Tensor | None = None,
     ) -> ExpertInput:
         """`dispatch_async(...).wait()`."""
-        return self.dispatch_async(x, topk_ids, topk_weights, layout=layout).wait()
+        return self.dispatch_async(x, topk_ids, topk_weights, layout=layout, adapter_ids=adapter_ids).wait()
 
-    def combine(self, rows: Tensor, handle: Layout) -> Tensor:
+    def combine(self, rows: Tensor | ExpertOutput, handle: Layout, *, out: Tensor | None = None) -> Tensor:
         """`combine_async(...).wait()`."""
-        return self.combine_async(rows, handle).wait()
+        return self.combine_async(rows, handle, out=out).wait()
 
-    def expert_input(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, handle: Layout) -> ExpertInput:
+    def expert_input(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        handle: Layout,
+        *,
+        x_scale: Tensor | None = None,
+        scheme: str | None = None,
+        adapter_ids: Tensor | None = None,
+    ) -> ExpertInput:
         """Puts what arrived beside this rank's expert map."""
-        return ExpertInput(x, topk_ids, topk_weights, self.expert_map, self.num_local, handle.max_assignments, handle)
+        expected_m = None
+        if not self.capabilities.exact_pairs:
+            experts = self.expert_map.shape[0]
+            expected_m = (handle.num_tokens * self.num_dispatchers * topk_ids.shape[1] + experts) // experts
+        return ExpertInput(
+            x,
+            topk_ids,
+            topk_weights,
+            self.expert_map,
+            self.num_local,
+            handle.max_assignments,
+            handle,
+            expected_m,
+            x_scale,
+            scheme,
+            adapter_ids,
+        )
 
-    def check(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
+    def check(
+        self, x: Tensor | QuantizedRows, topk_ids: Tensor, topk_weights: Tensor, adapter_ids: Tensor | None = None
+    ) -> None:
         """Raises `ValueError` for shapes, dtypes, devices or strides that can't be dispatched."""
         where = f"layer {self.layer!r}: "
+        if isinstance(x, QuantizedRows):
+            x = x.values
         if x.dim() != 2 or topk_ids.dim() != 2 or topk_weights.shape != topk_ids.shape:
             raise ValueError(
                 f"{where}dispatch takes x [M, H], topk_ids [M, K], topk_weights [M, K], got {tuple(x.shape)}, "
@@ -215,10 +328,16 @@ class Dispatcher(ABC):
             raise ValueError(f"{where}x has {x.shape[0]} rows and topk_ids {topk_ids.shape[0]}: one per token each")
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(f"{where}x.stride(-1)={x.stride(-1)}: rows must be dense, call x.contiguous()")
-        if topk_ids.dtype != torch.int32:
-            raise ValueError(f"{where}topk_ids.dtype={topk_ids.dtype}: must be torch.int32")
+        wanted = self.capabilities.topk_ids_dtype
+        if topk_ids.dtype != wanted:
+            raise ValueError(f"{where}topk_ids.dtype={topk_ids.dtype}: must be {wanted}")
         if topk_weights.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"{where}topk_weights.dtype={topk_weights.dtype}: must be torch.float32 (or float64)")
-        for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-            if tensor.device != self.owner.device:
+        if adapter_ids is not None and (adapter_ids.dtype != torch.int32 or adapter_ids.shape != x.shape[:1]):
+            raise ValueError(
+                f"{where}adapter_ids is {adapter_ids.dtype} {tuple(adapter_ids.shape)}: must be int32 ({x.shape[0]},)"
+            )
+        named = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights, "adapter_ids": adapter_ids}
+        for name, tensor in named.items():
+            if tensor is not None and tensor.device != self.owner.device:
                 raise ValueError(f"{where}{name} is on {tensor.device}, the layer on {self.owner.device}")

@@ -27,11 +27,9 @@ from epmoe.ops.scatter_rows import scatter_rows
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Attributes: `rows` for the experts; `slot [T, K]` int32, each pair's place l·C + c, -1 if it has none; `overflow
-    [L]` int32, how many rows of each expert found no place."""
+    """Attributes: `rows` for the experts; `overflow [L]` int32, how many rows of each expert found no place."""
 
     rows: BatchedInput
-    slot: Tensor
     overflow: Tensor
 
 
@@ -50,15 +48,17 @@ class _Spread(torch.autograd.Function):
         return gather_sum(grad.contiguous(), slot, None, grad.dtype), None, None
 
 
-def batch(rows: ExpertInput, capacity: int, *, with_weights: bool = False, expected_m: int | None = None) -> Batch:
+def batch(rows: ExpertInput, capacity: int, *, with_weights: bool = False) -> Batch:
     """The rows of each local expert, side by side, in the order they came.
 
     Args:
         rows: in the standard layout.
         capacity: C, places per expert. T can't overflow.
-        with_weights: also spread the router weights, for experts that apply them to their input.
-        expected_m: passed on to the experts.
+        with_weights: spread the router weights, for experts that apply them to their input; combine applies none then.
     """
+    expected_m = rows.expected_m
+    if expected_m is None:
+        expected_m = -(-rows.max_assignments // rows.num_local)
     places = rows.num_local * capacity
     _, offsets, sorted_slot = align_rows(rows.topk_ids, rows.expert_map, rows.num_local, rows.max_assignments)
     counts = offsets.diff()
@@ -71,5 +71,20 @@ def batch(rows: ExpertInput, capacity: int, *, with_weights: bool = False, expec
         # each pair is a row of one weight: spread as such
         flat = rows.topk_weights.reshape(-1, 1)
         weights = _Spread.apply(flat, slot.view(-1, 1), places).view(rows.num_local, capacity)
-    batched = BatchedInput(x, counts.clamp_max(capacity), rows.handle, weights, expected_m)
-    return Batch(batched, slot, (counts - capacity).clamp_min(0))
+    adapter_ids = None
+    if rows.adapter_ids is not None:
+        of_pair = rows.adapter_ids[:, None].expand(-1, slot.shape[1]).reshape(-1)
+        adapter_ids = slot.new_full((places + 1,), -1)
+        adapter_ids[torch.where(slot >= 0, slot, places).view(-1).long()] = of_pair  # the last place is nobody's
+        adapter_ids = adapter_ids[:-1].view(rows.num_local, capacity)
+    batched = BatchedInput(
+        x,
+        counts.clamp_max(capacity),
+        rows.handle,
+        weights,
+        expected_m,
+        slot,
+        None if with_weights else rows.topk_weights,
+        adapter_ids,
+    )
+    return Batch(batched, (counts - capacity).clamp_min(0))

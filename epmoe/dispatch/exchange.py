@@ -24,9 +24,12 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import Work
 
 from epmoe.comm import EPGroup
-from epmoe.dispatch.base import Dispatcher, ExpertInput, Layout, Pending
+from epmoe.comm.memory import Buffer, buffer
+from epmoe.dispatch.base import Dispatcher, ExpertInput, Layout, Pending, Traffic
+from epmoe.dispatch.reduce import ExpertOutput
 from epmoe.ops.gather_sum import gather_sum
 from epmoe.ops.pack_rows import pack_rows, row_layout, unpack_rows
+from epmoe.quant.rows import QuantizedRows
 
 
 class Rows(NamedTuple):
@@ -34,7 +37,7 @@ class Rows(NamedTuple):
 
     values: Tensor  # [n, H]
     weights: Tensor | None  # [n, K] float: router weights, or their gradient
-    ids: Tensor | None  # [n, K] int32
+    ids: Tensor | None  # [n, K+] int32: ids, and whatever else no gradient flows to; see `Extras`
     words: Tensor | None = None  # weights and ids as they travel, where they have been put side by side already
 
     @property
@@ -71,10 +74,10 @@ class Rows(NamedTuple):
         weights = None if self.weights is None else words[:, :weight_words].view(self.weights.dtype)
         return Rows(values, weights, None if self.ids is None else words[:, weight_words:])
 
-    def sum_over_ranks(self, slot: Tensor) -> Rows:
+    def sum_over_ranks(self, slot: Tensor, out: Tensor | None = None) -> Rows:
         """Adds up the rows that `slot [M, R]` names (-1: none), in rank order, in fp32."""
         weights = None if self.weights is None else gather_sum(self.weights, slot, None, self.weights.dtype)
-        return Rows(gather_sum(self.values, slot, None, self.values.dtype), weights, None)
+        return Rows(gather_sum(self.values, slot, None, self.values.dtype, out=out), weights, None)
 
 
 def side_by_side(weights: Tensor | None, ids: Tensor | None) -> Tensor | None:
@@ -84,7 +87,47 @@ def side_by_side(weights: Tensor | None, ids: Tensor | None) -> Tensor | None:
     return torch.cat(words, dim=1) if len(words) > 1 else words[0] if words else None
 
 
-Flight = Callable[[], Rows]  # a launched movement: call it once to wait
+class Extras(NamedTuple):
+    """What travels as int32 words beside a row's ids: its LoRA adapter and the bits of its scales."""
+
+    top_k: int
+    adapter: bool
+    scheme: str | None
+
+    @classmethod
+    def join(
+        cls, topk_ids: Tensor, adapter_ids: Tensor | None, x: Tensor | QuantizedRows
+    ) -> tuple[Tensor, Tensor, Extras]:
+        """The rows' values, their words `[M, K + ...]`, and how to take the words apart."""
+        values, scales, scheme = (x.values, x.scales, x.scheme) if isinstance(x, QuantizedRows) else (x, None, None)
+        words = [topk_ids]
+        if adapter_ids is not None:
+            words.append(adapter_ids[:, None])
+        if scales is not None:
+            words.append(scales.view(torch.int32))
+        joined = torch.cat(words, dim=1) if len(words) > 1 else topk_ids
+        return values, joined, cls(topk_ids.shape[1], adapter_ids is not None, scheme)
+
+    def split(self, words: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """`topk_ids` and the other fields of an `ExpertInput`, views into the words."""
+        first_scale = self.top_k + self.adapter
+        adapter_ids = words[:, self.top_k] if self.adapter else None
+        scales = None if self.scheme is None else words[:, first_scale:].view(torch.float32)
+        return words[:, : self.top_k], {"adapter_ids": adapter_ids, "x_scale": scales, "scheme": self.scheme}
+
+
+class Flight:
+    """A launched movement: `arrive` makes the messages usable, as often as one likes; a call gives the rows, once."""
+
+    def __init__(self, arrive: Callable[[], None], finish: Callable[[], Rows]) -> None:
+        self.arrive = arrive
+        self._finish = finish
+
+    def __call__(self) -> Rows:
+        self.arrive()
+        return self._finish()
+
+
 Movement = Callable[[Rows], Flight]
 
 
@@ -136,17 +179,21 @@ class _Wait(torch.autograd.Function):
 
 
 def arrival(
-    rows: Rows, launched: tuple[Tensor, Work], ep: EPGroup, operation: str, slot: Tensor | None = None
+    rows: Rows,
+    launched: tuple[Tensor, Work],
+    ep: EPGroup,
+    operation: str,
+    slot: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Flight:
     """Waits for launched messages shaped like `rows` and unpacks them; with `slot [M, R]`, sums them over ranks."""
     messages, work = launched
 
     def finish() -> Rows:
-        ep.wait(work, operation)
         received = rows.unpack(messages)
-        return received if slot is None else received.sum_over_ranks(slot)
+        return received if slot is None else received.sum_over_ranks(slot, out)
 
-    return finish
+    return Flight(lambda: ep.wait(work, operation), finish)
 
 
 def launch(movement: Movement, adjoint: Movement, rows: Rows) -> Flight:
@@ -161,7 +208,8 @@ def launch(movement: Movement, adjoint: Movement, rows: Rows) -> Flight:
         values, weights = _Wait.apply(link, token)
         return Rows(values, weights, link.received_ids)
 
-    return finish
+    assert link.forward is not None
+    return Flight(link.forward.arrive, finish)
 
 
 class ExchangeDispatcher(Dispatcher):
@@ -181,8 +229,14 @@ class ExchangeDispatcher(Dispatcher):
 
     @staticmethod
     @abstractmethod
-    def give_back(rows: Rows, layout: Any, ep: EPGroup, operation: str) -> Flight:
-        """Launches `[T, ·]` rows back; waited for, their sum over ranks in rank order, in fp32: `[M, ·]`."""
+    def give_back(rows: Rows, layout: Any, ep: EPGroup, operation: str, out: Tensor | None = None) -> Flight:
+        """Launches `[T, ·]` rows back; waited for, their sum over ranks in rank order, in fp32: `[M, ·]`, in `out`
+        where it is given."""
+
+    @staticmethod
+    def arrived(layout: Any, topk_ids: Tensor) -> Any:
+        """The layout once the ids have arrived: what the handle is, and what gives rows back. Here the same."""
+        return layout
 
     @staticmethod
     @abstractmethod
@@ -194,36 +248,68 @@ class ExchangeDispatcher(Dispatcher):
     def unpack_layout(tensors: Sequence[Tensor], numbers: Sequence[int]) -> Layout:
         """The inverse of `pack_layout`."""
 
+    def memory_plan(
+        self, num_tokens: int, width: int, dtype: torch.dtype, message_bytes: int, traffic: Traffic
+    ) -> list[Buffer]:
+        sent, received, _ = traffic
+        byte = torch.uint8
+        return [
+            buffer("places", (num_tokens, self.ep.num_ranks), torch.int32),
+            buffer("rows sent", (sent, message_bytes), byte, "dispatch"),
+            buffer("rows received", (received, message_bytes), byte, "dispatch", "experts", "combine"),
+            buffer("reduced rows sent back", (received, width), dtype, "combine", "sum"),
+            buffer("rows that came back", (sent, width), dtype, "combine", "sum"),
+            buffer("output", (num_tokens, width), dtype, "sum"),
+        ]
+
     def dispatch_async(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, layout: Layout | None = None
+        self,
+        x: Tensor | QuantizedRows,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        layout: Layout | None = None,
+        adapter_ids: Tensor | None = None,
     ) -> Pending[ExpertInput]:
-        self.check(x, topk_ids, topk_weights)
+        self.check(x, topk_ids, topk_weights, adapter_ids)
+        values, ids, extras = Extras.join(topk_ids, adapter_ids, x)
         compiling = torch.compiler.is_compiling()
         # before the host may have to wait for counts, which these do not depend on
-        words = None if compiling else side_by_side(topk_weights, topk_ids)
+        words = None if compiling else side_by_side(topk_weights, ids)
         made = layout if layout is not None else self.make_layout(topk_ids)
+
+        handle = made
+
+        def received(rows: Tensor, weights: Tensor, ids: Tensor) -> ExpertInput:
+            nonlocal handle
+            received_ids, others = extras.split(ids)
+            handle = self.arrived(made, received_ids)
+            return self.expert_input(rows, received_ids, weights, handle, **others)
+
         if compiling:
             tensors, numbers = self.pack_layout(made)
-            rows, weights, ids = _ops(self).send(
-                x, topk_weights, topk_ids, tensors, numbers, self.ep.name, self.ep.timeout
+            return Pending.done(
+                received(*_ops(self).send(values, topk_weights, ids, tensors, numbers, self.ep.name, self.ep.timeout))
             )
-            return Pending.done(self.expert_input(rows, ids, weights, made))
 
         flight = launch(
             lambda rows: self.send(rows, made, self.ep, f"layer {self.layer!r}, dispatch"),
-            lambda rows: self.give_back(rows, made, self.ep, f"layer {self.layer!r}, backward of dispatch"),
-            Rows(x, topk_weights, topk_ids, words),
+            lambda rows: self.give_back(rows, handle, self.ep, f"layer {self.layer!r}, backward of dispatch"),
+            Rows(values, topk_weights, ids, words),
         )
 
         def finish() -> ExpertInput:
             rows = flight()
             assert rows.ids is not None and rows.weights is not None
-            return self.expert_input(rows.values, rows.ids, rows.weights, made)
+            return received(rows.values, rows.weights, rows.ids)
 
-        return Pending(finish)
+        return Pending(finish, flight.arrive)
 
-    def combine_async(self, rows: Tensor, handle: Layout) -> Pending[Tensor]:
+    def combine_async(
+        self, rows: Tensor | ExpertOutput, handle: Layout, *, out: Tensor | None = None
+    ) -> Pending[Tensor]:
         compiling = torch.compiler.is_compiling()
+        rows = self.reduced(rows)
         if rows.dim() != 2 or (not compiling and rows.shape[0] != handle.num_rows):
             raise ValueError(
                 f"layer {self.layer!r}: combine takes one row per row dispatched, [{handle.num_rows}, H], "
@@ -234,11 +320,11 @@ class ExchangeDispatcher(Dispatcher):
             return Pending.done(_ops(self).give_back(rows, tensors, numbers, self.ep.name, self.ep.timeout))
 
         flight = launch(
-            lambda rows: self.give_back(rows, handle, self.ep, f"layer {self.layer!r}, combine"),
+            lambda rows: self.give_back(rows, handle, self.ep, f"layer {self.layer!r}, combine", out),
             lambda rows: self.send(rows, handle, self.ep, f"layer {self.layer!r}, backward of combine"),
             Rows(rows, None, None),
         )
-        return Pending(lambda: flight().values)
+        return Pending(lambda: flight().values, flight.arrive)
 
 
 class CompiledOps(NamedTuple):
@@ -321,18 +407,25 @@ def register_ops(cls: type[ExchangeDispatcher]) -> type[ExchangeDispatcher]:
         return tuple(part.new_empty((numbers[0], part.shape[1])) for part in (values, weights))
 
     def keep_after_send(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        *_, tensors, ctx.numbers, ctx.group, ctx.timeout = inputs
-        ctx.save_for_backward(*tensors)
+        _, weights, _, tensors, numbers, ctx.group, ctx.timeout = inputs
+        ids = output[2][:, : weights.shape[1]]
+        known, ctx.numbers = cls.pack_layout(cls.arrived(cls.unpack_layout(tensors, numbers), ids))
+        ctx.given = len(tensors)
+        ctx.save_for_backward(*known)
 
     def send_backward(ctx: Any, values: Tensor, weights: Tensor, _: Any) -> tuple[Any, ...]:
         gradient = give_back_gradient(values, weights, list(ctx.saved_tensors), ctx.numbers, ctx.group, ctx.timeout)
-        return *gradient, None, [None] * len(ctx.saved_tensors), None, None, None
+        return *gradient, None, [None] * ctx.given, None, None, None
+
+    def keep_after_give_back(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        *_, tensors, ctx.numbers, ctx.group, ctx.timeout = inputs
+        ctx.save_for_backward(*tensors)
 
     def give_back_backward(ctx: Any, values: Tensor) -> tuple[Any, ...]:
         gradient = send_values(values, list(ctx.saved_tensors), ctx.numbers, ctx.group, ctx.timeout)
         return gradient, [None] * len(ctx.saved_tensors), None, None, None
 
     send.register_autograd(send_backward, setup_context=keep_after_send)
-    give_back.register_autograd(give_back_backward, setup_context=keep_after_send)
+    give_back.register_autograd(give_back_backward, setup_context=keep_after_give_back)
     _OPS[name] = CompiledOps(send, give_back)
     return cls

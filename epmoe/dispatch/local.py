@@ -4,28 +4,51 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from epmoe.dispatch.base import Dispatcher, DispatcherCapabilities, ExpertInput, Layout, Pending
+from epmoe.dispatch.base import Dispatcher, DispatcherCapabilities, ExpertInput, Layout, Pending, Traffic
+from epmoe.dispatch.reduce import ExpertOutput
+from epmoe.quant.rows import QuantizedRows
 
 
 class LocalDispatcher(Dispatcher):
     """T = M: `dispatch` hands the tokens to the experts and `combine` hands their rows back."""
 
     name = "local"
-    capabilities = DispatcherCapabilities(cuda_graph=True)
+    capabilities = DispatcherCapabilities(cuda_graph=True, exact_pairs=True)
 
     def make_layout(self, topk_ids: Tensor) -> Layout:
         tokens, k = topk_ids.shape
         return Layout(tokens, tokens, tokens * k)
 
     def dispatch_async(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, layout: Layout | None = None
+        self,
+        x: Tensor | QuantizedRows,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        layout: Layout | None = None,
+        adapter_ids: Tensor | None = None,
     ) -> Pending[ExpertInput]:
-        self.check(x, topk_ids, topk_weights)
-        layout = layout or self.make_layout(topk_ids)
-        return Pending.done(self.expert_input(x, topk_ids, topk_weights, layout))
-
-    def combine_async(self, rows: Tensor, handle: Layout) -> Pending[Tensor]:
+        self.check(x, topk_ids, topk_weights, adapter_ids)
+        values, scales, scheme = (x.values, x.scales, x.scheme) if isinstance(x, QuantizedRows) else (x, None, None)
+        rows = self.expert_input(
+            values,
+            topk_ids,
+            topk_weights,
+            layout or self.make_layout(topk_ids),
+            x_scale=scales,
+            scheme=scheme,
+            adapter_ids=adapter_ids,
+        )
         return Pending.done(rows)
+
+    def combine_async(
+        self, rows: Tensor | ExpertOutput, handle: Layout, *, out: Tensor | None = None
+    ) -> Pending[Tensor]:
+        reduced = self.reduced(rows, out)
+        return Pending.done(reduced if out is None or reduced is out else out.copy_(reduced))
+
+    def traffic(self, num_tokens: int, top_k: int) -> Traffic:
+        return Traffic(0, num_tokens, num_tokens * top_k)
 
     def wire_bytes(self, handle: Layout, row_bytes: int) -> tuple[int, int]:
         return 0, 0

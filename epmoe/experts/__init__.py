@@ -4,13 +4,14 @@ from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights, ProblemSize,
 from epmoe.experts.batched import BatchedExperts
 from epmoe.experts.grouped import GroupedExperts
 from epmoe.experts.reference import ReferenceExperts
-from epmoe.experts.select import EXPERTS, EXPERTS_BY_LAYOUT, Selection, select_experts
+from epmoe.experts.select import EXPERTS, EXPERTS_BY_LAYOUT, Candidate, Selection, select_experts, select_experts_impl
 from epmoe.experts.torch_grouped import TorchGroupedExperts
 
 __all__ = [
     "EXPERTS_BY_LAYOUT",
     "EXPERTS",
     "BatchedExperts",
+    "Candidate",
     "ExpertWeights",
     "Experts",
     "ExpertsSpec",
@@ -21,4 +22,5 @@ __all__ = [
     "TorchGroupedExperts",
     "moe_problem_size",
     "select_experts",
+    "select_experts_impl",
 ]

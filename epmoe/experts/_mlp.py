@@ -12,11 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from epmoe.comm.workspace import Part, Workspace
 from epmoe.config import DTYPES, Activation
-from epmoe.experts.base import ExpertsSpec
+from epmoe.experts.base import ExpertsSpec, ExpertWeights, WorkspaceShapes
 from epmoe.ops.activation import activation_backward
-from epmoe.ops.grouped_gemm import grouped_gemm, grouped_gemm_act
+from epmoe.ops.grouped_gemm import grouped_gemm, grouped_gemm_act, grouped_gemm_act_into, grouped_gemm_into
 from epmoe.ops.grouped_wgrad import grouped_wgrad
+from epmoe.ops.permute_rows import permute_rows
 
 
 class Rows(NamedTuple):
@@ -79,6 +81,34 @@ def mlp_forward(
     return grouped_gemm(a, w2, b2, start, end, None, 1, n, False, expected_m=expected_m), h
 
 
+def mlp_workspace_shapes(spec: ExpertsSpec, num_rows: int, num_pairs: int) -> WorkspaceShapes:
+    """What `mlp_infer` writes: the activation is fused, so that GEMM2 alone needs workspace13."""
+    h, i, dtype = spec.hidden_size, spec.intermediate_size, spec.dtype
+    return WorkspaceShapes(Part((num_pairs, h), dtype), Part((num_pairs, i), dtype), Part((num_rows, h), dtype))
+
+
+def mlp_infer(
+    x: Tensor,
+    weights: ExpertWeights,
+    rows: Rows,
+    weight_in: Tensor | None,
+    activation: Activation,
+    y: Tensor,
+    a: Tensor,
+) -> None:
+    """`mlp_forward` without a gradient: writes the activation into `a [N, I]` and the result into `y [N, H]`."""
+    start, end, index, divisor, _, expected_m = rows
+    w1, b1, w2, b2 = weights.gate_up_proj, weights.gate_up_bias, weights.down_proj, weights.down_bias
+    name, alpha, limit = activation.name, activation.alpha, activation.limit
+    grouped_gemm_act_into(a, None, x, w1, b1, start, end, index, divisor, weight_in, name, alpha, limit, expected_m)
+    grouped_gemm_into(y, a, w2, b2, start, end, None, 1, False, expected_m)
+
+
+def may_use_workspace(workspace: Workspace | None, x: Tensor) -> bool:
+    """Whether a forward on `x` may write into `workspace`: nobody will want a gradient, and nobody traces."""
+    return workspace is not None and not torch.is_grad_enabled() and not torch.compiler.is_compiling() and x.numel() > 0
+
+
 def mlp_backward(
     dout: Tensor,
     x: Tensor,
@@ -86,6 +116,7 @@ def mlp_backward(
     w2: Tensor,
     h: Tensor,
     rows: Rows,
+    slot: Tensor | None,
     weight_in: Tensor | None,
     weight_out: Tensor | None,
     activation: Activation,
@@ -95,25 +126,34 @@ def mlp_backward(
     """The adjoint of `mlp_forward`, followed by the router weight p on the output where `weight_out` gives it.
 
     With g = dout·w2: dp = ⟨g, a⟩, dh = act'(h) ⊙ p·g, dw2 = Σ dout ⊗ p·a, db2 = Σ dout (without p), rows = dh·w1,
-    dw1 = Σ dh ⊗ s·x, db1 = Σ dh.
+    dw1 = Σ dh ⊗ s·x, db1 = Σ dh. Where rows are found by index, dout and then s·x are copied into expert order first;
+    each copy goes before the next buffer of its size is made, so that dh, h and one `[N, H]` are all that is held.
 
     Args:
         dout: `[*, H]`, found through `rows` as x is.
         h: from `mlp_forward`.
+        slot: `[T, K]`, where each entry of `rows.row_index` stands; None where that is None.
         weight_out: flat, read like `weight_in`. None is p = 1.
     """
-    start, end, index, divisor, n, expected_m = rows
+    start, end, index, _, n, expected_m = rows
+    assert (slot is None) == (index is None)
     act = (activation.name, activation.alpha, activation.limit)
-    g = grouped_gemm(dout, w2, None, start, end, index, divisor, n, True, expected_m=expected_m)
+    if slot is not None:
+        dout = permute_rows(dout, slot, None, n)
+    g = grouped_gemm(dout, w2, None, start, end, None, 1, n, True, expected_m=expected_m)
     dh, weighted_a, dp = activation_backward(h, g, start, end, None if weight_out is None else index, weight_out, *act)
+    del g
     dw2, db2 = grouped_wgrad(
-        dout, weighted_a, start, end, index, divisor, None, 1, None, None, with_b2, w2.dtype, expected_m=expected_m
+        dout, weighted_a, start, end, None, 1, None, 1, None, None, with_b2, w2.dtype, expected_m=expected_m
     )
-    dx = grouped_gemm(dh, w1, None, start, end, None, 1, n, True, expected_m=expected_m)
-    scale = (weight_in, None if weight_in is None else index)
+    del dout, weighted_a
+    if slot is not None:
+        x, weight_in = permute_rows(x, slot, None if weight_in is None else weight_in.view(slot.shape), n), None
     dw1, db1 = grouped_wgrad(
-        dh, x, start, end, None, 1, index, divisor, *scale, with_b1, w1.dtype, expected_m=expected_m
+        dh, x, start, end, None, 1, None, 1, weight_in, None, with_b1, w1.dtype, expected_m=expected_m
     )
+    del x
+    dx = grouped_gemm(dh, w1, None, start, end, None, 1, n, True, expected_m=expected_m)
     return Gradients(dx, dw1, dw2, db1 if with_b1 else None, db2 if with_b2 else None, dp)
 
 

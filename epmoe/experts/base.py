@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from epmoe.config import Activation
+from epmoe.comm.workspace import Part, Workspace
+from epmoe.config import Activation, MoEConfig, RouterConfig
 from epmoe.dispatch.base import BatchedInput, ExpertInput
+from epmoe.dispatch.reduce import ExpertOutput, WeightAndReduce
+from epmoe.experts.lora import ExpertLora
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,18 +33,21 @@ class ExpertWeights:
         down_proj: w2 `[L, H, I]`.
         gate_up_bias: `[L, 2I]` (or `[L, I]`), or None.
         down_bias: `[L, H]`, or None.
+        lora: adapters beside them, which rows with `adapter_ids` meet too, or None.
     """
 
     gate_up_proj: Tensor
     down_proj: Tensor
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    lora: ExpertLora | None = None
 
     def to(self, dtype: torch.dtype) -> ExpertWeights:
         """The same weights in `dtype`, differentiably."""
         gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias.to(dtype)
         down_bias = None if self.down_bias is None else self.down_bias.to(dtype)
-        return ExpertWeights(self.gate_up_proj.to(dtype), self.down_proj.to(dtype), gate_up_bias, down_bias)
+        lora = None if self.lora is None else self.lora.to(dtype)
+        return ExpertWeights(self.gate_up_proj.to(dtype), self.down_proj.to(dtype), gate_up_bias, down_bias, lora)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +60,7 @@ class ExpertsSpec:
         dtype: of rows and weights.
         device: where they are.
         weight_on_input: the router weight multiplies the row before GEMM1.
+        lora: the weights may have adapters.
     """
 
     activation: Activation
@@ -61,20 +69,71 @@ class ExpertsSpec:
     dtype: torch.dtype
     device: torch.device
     weight_on_input: bool = False
+    lora: bool = False
+
+    @classmethod
+    def of(cls, config: MoEConfig, *, device: torch.device, dtype: torch.dtype, lora: bool = False) -> ExpertsSpec:
+        """What a layer of this configuration asks of its experts."""
+        return cls(
+            config.activation_function,
+            config.expert_hidden_size,
+            config.intermediate_size,
+            dtype,
+            device,
+            config.router_weight_on_input,
+            lora,
+        )
+
+
+class WorkspaceShapes(NamedTuple):
+    """Scratch of one forward without gradients.
+
+    Attributes:
+        workspace13: what the GEMMs give, one at a time: GEMM1's output where the activation is a pass of its own, then
+            GEMM2's `[N, H]`.
+        workspace2: the activation's output `[N, I]`, GEMM2's input.
+        output: `[T, H]`, one reduced row per row received.
+    """
+
+    workspace13: Part
+    workspace2: Part
+    output: Part
 
 
 class Experts(ABC):
-    """Base of `reference`, `torch_grouped`, `grouped` and `batched`. Holds the spec and no tensors."""
+    """Base of `reference`, `torch_grouped`, `grouped` and `batched`. Holds the spec and no tensors.
+
+    Attributes:
+        layouts: of rows that it takes.
+        weight_and_reduce: by layout, how combine is to make one row per row received of its output.
+        row_schemes: of rows that it computes with, None for rows that are not quantized; others are dequantized before
+            it sees them.
+        monolithic: it goes from router logits to the output by itself; see `from_logits`.
+        lora: whether it takes weights with adapters, in every layout that it takes.
+        autograd, cuda_graph: whether it has a backward, and whether a CUDA graph may hold it.
+    """
 
     name: ClassVar[str]
     layouts: ClassVar[tuple[str, ...]] = ("standard",)
+    weight_and_reduce: ClassVar[Mapping[str, WeightAndReduce]] = {"standard": "no_op", "batched": "batched"}
+    row_schemes: ClassVar[tuple[str | None, ...]] = (None,)
+    monolithic: ClassVar[bool] = False
+    lora: ClassVar[bool] = False
     autograd: ClassVar[bool] = True
     cuda_graph: ClassVar[bool] = False
 
     def __init__(self, spec: ExpertsSpec) -> None:
-        if (reason := self.refusal(spec)) is not None:
+        if (reason := self.reason_against(spec)) is not None:
             raise ValueError(f"experts={self.name!r}: {reason}")
         self.spec = spec
+
+    @classmethod
+    def reason_against(cls, spec: ExpertsSpec) -> str | None:
+        """`refusal`, after what its declared capabilities alone rule out."""
+        if spec.lora and not cls.lora:
+            able = " or ".join(repr(kind.name) for kind in Experts.__subclasses__() if kind.lora)
+            return f"no LoRA adapters here; use experts={able}"
+        return cls.refusal(spec)
 
     @classmethod
     @abstractmethod
@@ -90,10 +149,67 @@ class Experts(ABC):
         rows past an expert's count may hold anything, while the gradients of such rows of x are 0.
         """
 
+    def output(
+        self,
+        rows: ExpertInput | BatchedInput,
+        weights: ExpertWeights,
+        *,
+        delegate: bool = False,
+        workspace: Workspace | None = None,
+    ) -> ExpertOutput:
+        """`__call__`, and how combine is to weight and sum it.
+
+        Args:
+            delegate: the dispatcher weights and sums while it sends: leave that to it where that costs nothing.
+            workspace: scratch for a forward without gradients; the output may lie in it. Those that plan no workspace
+                do not use it.
+        """
+        y = self(rows, weights)
+        if not isinstance(rows, BatchedInput):
+            return ExpertOutput(y)
+        strategy: WeightAndReduce = "delegate" if delegate else self.weight_and_reduce["batched"]
+        return ExpertOutput(y, strategy, rows.slot, rows.slot_weights)
+
+    def from_logits(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        router: RouterConfig,
+        weights: ExpertWeights,
+        *,
+        selection_bias: Tensor | None = None,
+        top_k: int,
+    ) -> Tensor:
+        """Monolithic experts: `[M, H]` from `x [M, H]` and router logits `[M, E]`, all experts being local.
+
+        Raises:
+            ValueError: these experts are not monolithic.
+        """
+        raise ValueError(f"experts={self.name!r} take topk_ids, not logits: MoEKernel.from_logits routes for them")
+
+    def workspace_shapes(self, num_rows: int, num_pairs: int) -> WorkspaceShapes | None:
+        """Scratch that `output` takes from a workspace; None: it plans none and allocates as it goes.
+
+        Args:
+            num_rows: T rows received.
+            num_pairs: N (row, expert) pairs; in the batched layout L·C places.
+        """
+        return None
+
     def __call__(self, rows: ExpertInput | BatchedInput, weights: ExpertWeights) -> Tensor:
         """`apply` after checking that rows and weights fit each other and the spec."""
         self.check(rows, weights)
         return self.apply(rows, weights)
+
+    def check_lora(self, lora: ExpertLora | None, with_ids: bool) -> None:
+        """Raises `ValueError` for adapters that these experts can't apply, or `adapter_ids` without adapters."""
+        if lora is not None and not self.lora:
+            reason = self.reason_against(dataclasses.replace(self.spec, lora=True))
+            raise ValueError(f"experts={self.name!r}: weights.lora is given, {reason}")
+        if lora is None and with_ids:
+            raise ValueError(
+                f"experts={self.name!r}: rows have adapter_ids and weights.lora is None: give the adapters"
+            )
 
     def check(self, rows: ExpertInput | BatchedInput, weights: ExpertWeights) -> None:
         """Raises `ValueError` for a layout, shapes, dtypes or devices that do not fit."""
@@ -105,6 +221,17 @@ class Experts(ABC):
             )
         if isinstance(rows, BatchedInput):
             self._check_batched(rows)
+        self.check_lora(weights.lora, rows.adapter_ids is not None)
+        if weights.lora is not None:
+            weights.lora.check(f"experts={self.name!r}: ", spec, rows.num_local, rows.x.device)
+        ids = rows.adapter_ids
+        if ids is not None and (
+            ids.shape != rows.x.shape[:-1] or ids.dtype != torch.int32 or ids.device != rows.x.device
+        ):
+            raise ValueError(
+                f"experts={self.name!r}: adapter_ids is {ids.dtype} {tuple(ids.shape)} on {ids.device}, must be int32 "
+                f"{tuple(rows.x.shape[:-1])} on {rows.x.device}"
+            )
         h, i = spec.hidden_size, spec.intermediate_size
         gate_up = (rows.num_local, 2 * i if spec.activation.gated else i)
         expected = {

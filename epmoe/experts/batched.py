@@ -16,9 +16,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from epmoe.comm.workspace import Workspace
 from epmoe.dispatch.base import BatchedInput, ExpertInput
-from epmoe.experts._mlp import Rows, kernel_refusal, mlp_backward, mlp_forward
-from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights
+from epmoe.dispatch.reduce import ExpertOutput, WeightAndReduce
+from epmoe.experts._mlp import (
+    Rows,
+    kernel_refusal,
+    may_use_workspace,
+    mlp_backward,
+    mlp_forward,
+    mlp_infer,
+    mlp_workspace_shapes,
+)
+from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights, WorkspaceShapes
 from epmoe.ops._segments import batched_segments
 from epmoe.ops.gather_dot import gather_dot
 from epmoe.ops.gather_sum import gather_sum
@@ -64,7 +74,7 @@ class _BatchedMLP(torch.autograd.Function):
         weight_in = None if p is None else p.contiguous().view(n)
         flat_x, dy = x.reshape(n, width), dy.contiguous().view(n, width)
         grad = mlp_backward(
-            dy, flat_x, w1, w2, h, rows, weight_in, None, ctx.spec.activation, b1 is not None, b2 is not None
+            dy, flat_x, w1, w2, h, rows, None, weight_in, None, ctx.spec.activation, b1 is not None, b2 is not None
         )
 
         padding = torch.arange(capacity, device=x.device) >= counts[:, None]  # [L, C]
@@ -102,3 +112,29 @@ class BatchedExperts(Experts):
             rows.expected_m,
             self.spec,
         )
+
+    def workspace_shapes(self, num_rows: int, num_pairs: int) -> WorkspaceShapes:
+        return mlp_workspace_shapes(self.spec, num_rows, num_pairs)
+
+    def output(
+        self,
+        rows: ExpertInput | BatchedInput,
+        weights: ExpertWeights,
+        *,
+        delegate: bool = False,
+        workspace: Workspace | None = None,
+    ) -> ExpertOutput:
+        assert isinstance(rows, BatchedInput)
+        if not may_use_workspace(workspace, rows.x):
+            return super().output(rows, weights, delegate=delegate, workspace=workspace)
+        assert workspace is not None
+        self.check(rows, weights)
+        num_local, capacity, width = rows.x.shape
+        n = num_local * capacity
+        y, a = workspace.take(self.workspace_shapes(0, n)[:2])
+        segments = Rows(*batched_segments(rows.expert_num_tokens, capacity), None, 1, n, rows.expected_m)
+        p = rows.topk_weights
+        on_input = p.contiguous().view(n) if self.spec.weight_on_input and p is not None else None
+        mlp_infer(rows.x.reshape(n, width), weights, segments, on_input, self.spec.activation, y, a)
+        strategy: WeightAndReduce = "delegate" if delegate else "batched"
+        return ExpertOutput(y.view(num_local, capacity, width), strategy, rows.slot, rows.slot_weights)

@@ -14,10 +14,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from epmoe.comm.workspace import Workspace
 from epmoe.dispatch.base import BatchedInput, ExpertInput
-from epmoe.experts._mlp import Rows, kernel_refusal, mlp_backward, mlp_forward
-from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights
-from epmoe.experts.reduce import weight_and_reduce
+from epmoe.dispatch.reduce import ExpertOutput
+from epmoe.experts._lora_mlp import lora_routed_mlp
+from epmoe.experts._mlp import (
+    Rows,
+    kernel_refusal,
+    may_use_workspace,
+    mlp_backward,
+    mlp_forward,
+    mlp_infer,
+    mlp_workspace_shapes,
+)
+from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights, WorkspaceShapes
 from epmoe.ops._segments import standard_segments
 from epmoe.ops.align import align_rows
 from epmoe.ops.gather_dot import gather_dot
@@ -42,29 +52,32 @@ class _RoutedMLP(torch.autograd.Function):
         topk_ids: Tensor,
         expert_map: Tensor,
         max_assignments: int,
+        expected_m: int | None,
         spec: ExpertsSpec,
     ) -> Tensor:
         row_index, offsets, slot = align_rows(topk_ids, expert_map, w1.shape[0], max_assignments)
-        rows = Rows(*standard_segments(offsets), row_index, topk_ids.shape[1], max_assignments)
+        rows = Rows(*standard_segments(offsets), row_index, topk_ids.shape[1], max_assignments, expected_m)
         on_input = topk_weights.contiguous().view(-1) if spec.weight_on_input else None
         save = any(ctx.needs_input_grad)
         y, h = mlp_forward(x, w1, w2, b1, b2, rows, on_input, spec.activation, save)
         if save:
             ctx.save_for_backward(x, topk_weights, w1, w2, b1, b2, h, row_index, offsets, slot)
-            ctx.spec = spec
-        return weight_and_reduce(y, slot, None if spec.weight_on_input else topk_weights, x.dtype)
+            ctx.spec, ctx.expected_m = spec, expected_m
+        return gather_sum(y, slot, None if spec.weight_on_input else topk_weights, x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, p, w1, w2, b1, b2, h, row_index, offsets, slot = ctx.saved_tensors
         spec: ExpertsSpec = ctx.spec
-        rows = Rows(*standard_segments(offsets), row_index, slot.shape[1], row_index.shape[0])
+        rows = Rows(*standard_segments(offsets), row_index, slot.shape[1], row_index.shape[0], ctx.expected_m)
         flat = p.contiguous().view(-1)  # [T, 1] views of messages reshape to strided ones
         dout = dout.contiguous()
         on_input = spec.weight_on_input
         weight_in, weight_out = (flat, None) if on_input else (None, flat)
-        grad = mlp_backward(dout, x, w1, w2, h, rows, weight_in, weight_out, spec.activation, b1 is not None, False)
+        grad = mlp_backward(
+            dout, x, w1, w2, h, rows, slot, weight_in, weight_out, spec.activation, b1 is not None, False
+        )
         dx = gather_sum(grad.rows, slot, p if on_input else None, x.dtype)
         if on_input:
             dp = gather_dot(x, grad.rows, slot)
@@ -74,7 +87,7 @@ class _RoutedMLP(torch.autograd.Function):
         if b2 is not None:
             db2, dp_bias = _down_bias_backward(dout, None if on_input else p, b2, slot, offsets)
             dp = dp if on_input else dp + dp_bias
-        return dx, dp.to(p.dtype), grad.w1, grad.w2, grad.b1, db2, None, None, None, None
+        return dx, dp.to(p.dtype), grad.w1, grad.w2, grad.b1, db2, None, None, None, None, None
 
 
 def _down_bias_backward(
@@ -97,6 +110,7 @@ class GroupedExperts(Experts):
 
     name = "grouped"
     cuda_graph = True
+    lora = True
 
     @classmethod
     def refusal(cls, spec: ExpertsSpec) -> str | None:
@@ -104,6 +118,8 @@ class GroupedExperts(Experts):
 
     def apply(self, rows: ExpertInput | BatchedInput, weights: ExpertWeights) -> Tensor:
         assert isinstance(rows, ExpertInput)
+        if weights.lora is not None and rows.adapter_ids is not None:
+            return lora_routed_mlp(rows, weights, self.spec)
         return _RoutedMLP.apply(
             rows.x,
             rows.topk_weights,
@@ -114,5 +130,32 @@ class GroupedExperts(Experts):
             rows.topk_ids,
             rows.expert_map,
             rows.max_assignments,
+            rows.expected_m,
             self.spec,
         )
+
+    def workspace_shapes(self, num_rows: int, num_pairs: int) -> WorkspaceShapes:
+        return mlp_workspace_shapes(self.spec, num_rows, num_pairs)
+
+    def output(
+        self,
+        rows: ExpertInput | BatchedInput,
+        weights: ExpertWeights,
+        *,
+        delegate: bool = False,
+        workspace: Workspace | None = None,
+    ) -> ExpertOutput:
+        """`no_op` with a gradient, since weight and sum are part of one backward; else combine does both."""
+        assert isinstance(rows, ExpertInput)
+        if not may_use_workspace(workspace, rows.x) or rows.adapter_ids is not None:
+            return super().output(rows, weights, delegate=delegate, workspace=workspace)
+        assert workspace is not None
+        self.check(rows, weights)
+        num_rows, spec = rows.max_assignments, self.spec
+        y, a = workspace.take(self.workspace_shapes(rows.x.shape[0], num_rows)[:2])
+        row_index, offsets, slot = align_rows(rows.topk_ids, rows.expert_map, rows.num_local, num_rows)
+        segments = Rows(*standard_segments(offsets), row_index, slot.shape[1], num_rows, rows.expected_m)
+        on_input = rows.topk_weights.contiguous().view(-1) if spec.weight_on_input else None
+        mlp_infer(rows.x, weights, segments, on_input, spec.activation, y, a)
+        p = None if spec.weight_on_input else rows.topk_weights
+        return ExpertOutput(y, "delegate" if delegate else "contiguous", slot, p)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from epmoe.config import DTYPES
 from epmoe.dispatch.base import BatchedInput, ExpertInput
 from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights, local_ids
+from epmoe.experts.lora import low_rank_update
 from epmoe.ops.activation import apply_activation
 
 
@@ -21,6 +22,7 @@ class ReferenceExperts(Experts):
 
     name = "reference"
     layouts = ("standard", "batched")
+    lora = True
 
     @classmethod
     def refusal(cls, spec: ExpertsSpec) -> str | None:
@@ -37,7 +39,8 @@ class ReferenceExperts(Experts):
             t, k = (local == expert).nonzero(as_tuple=True)  # also when there is none: its gradients are zeros then
             scale = rows.topk_weights[t, k, None].to(precise)
             row = x[t].to(precise)
-            y = self._expert(row * scale if scale_input else row, weights, expert)
+            adapters = None if rows.adapter_ids is None else rows.adapter_ids[t]
+            y = self._expert(row * scale if scale_input else row, weights, expert, adapters)
             rows_of.append(t)
             slots_of.append(k)
             results.append(y if scale_input else y * scale)
@@ -55,16 +58,24 @@ class ReferenceExperts(Experts):
             if self.spec.weight_on_input:
                 assert rows.topk_weights is not None
                 row = row * rows.topk_weights[expert, :count, None].to(precise)
-            y = self._expert(row, weights, expert).to(x.dtype)
+            adapters = None if rows.adapter_ids is None else rows.adapter_ids[expert, :count]
+            y = self._expert(row, weights, expert, adapters).to(x.dtype)
             results.append(F.pad(y, (0, 0, 0, x.shape[1] - count)))
         return torch.stack(results) if results else torch.zeros_like(x)
 
-    def _expert(self, row: Tensor, weights: ExpertWeights, expert: int) -> Tensor:
-        """`row [n, H]` through one expert, in the precision of `row`."""
-        activation = self.spec.activation
+    def _expert(self, row: Tensor, weights: ExpertWeights, expert: int, adapters: Tensor | None) -> Tensor:
+        """`row [n, H]` of `adapters [n]` through one expert, in the precision of `row`."""
+        activation, lora = self.spec.activation, weights.lora if adapters is not None else None
+
+        def updated(y: Tensor, x: Tensor, name: str) -> Tensor:
+            if lora is None or adapters is None:
+                return y
+            a, b = (getattr(lora, f"{name}_{part}")[expert].to(x.dtype) for part in "ab")
+            return y + low_rank_update(x, a, b, lora.scaling, adapters)
+
         bias1, bias2 = (
             None if bias is None else bias[expert].to(row.dtype) for bias in (weights.gate_up_bias, weights.down_bias)
         )
-        h = F.linear(row, weights.gate_up_proj[expert].to(row.dtype), bias1)
+        h = updated(F.linear(row, weights.gate_up_proj[expert].to(row.dtype), bias1), row, "gate_up")
         h = apply_activation(h, activation.name, activation.alpha, activation.limit)
-        return F.linear(h, weights.down_proj[expert].to(row.dtype), bias2)
+        return updated(F.linear(h, weights.down_proj[expert].to(row.dtype), bias2), h, "down")

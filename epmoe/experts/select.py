@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
+import torch
+
+from epmoe.config import MoEConfig
 from epmoe.experts.base import Experts, ExpertsSpec
 from epmoe.experts.batched import BatchedExperts
 from epmoe.experts.grouped import GroupedExperts
@@ -26,12 +30,27 @@ _PREFERENCE = {
 }
 
 
+class Candidate(NamedTuple):
+    """Attributes: `name`; `refusal`, why it can't take the problem, None if it can; `note`, what was made of it."""
+
+    name: str
+    refusal: str | None
+    note: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """The experts chosen, and each candidate passed over before them with its reason."""
+    """The experts chosen, and every candidate in the order of preference with what speaks against it."""
 
     experts: Experts
-    passed_over: tuple[tuple[str, str], ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+
+    @property
+    def passed_over(self) -> tuple[tuple[str, str], ...]:
+        """Candidates that would have come first, each with its reason."""
+        names = [candidate.name for candidate in self.candidates]
+        before = self.candidates[: names.index(self.experts.name)] if self.experts.name in names else ()
+        return tuple((candidate.name, candidate.refusal) for candidate in before if candidate.refusal is not None)
 
     def __str__(self) -> str:
         return "; ".join([self.experts.name, *(f"not {name}: {reason}" for name, reason in self.passed_over)])
@@ -50,20 +69,48 @@ def select_experts(spec: ExpertsSpec, requested: str = "auto", layout: str = "st
     """
     if layout not in EXPERTS_BY_LAYOUT:
         raise ValueError(f"layout={layout!r}: must be " + " or ".join(EXPERTS_BY_LAYOUT))
-    candidates = EXPERTS_BY_LAYOUT[layout]
+    kinds = EXPERTS_BY_LAYOUT[layout]
+    preferred = _PREFERENCE[layout, "cuda" if spec.device.type == "cuda" else "cpu"]
+    refusals = {
+        name: kinds[name].reason_against(spec) for name in (*preferred, *(n for n in kinds if n not in preferred))
+    }
     if requested != "auto":
-        if requested in candidates:
-            return Selection(candidates[requested](spec))
-        other = next((cls for cls in _KINDS if cls.name == requested), None)
-        takes = "" if other is None else f" takes {' or '.join(other.layouts)} rows and these are {layout}"
-        raise ValueError(f"experts={requested!r}{takes}: must be auto, " + ", ".join(candidates))
-    passed_over: list[tuple[str, str]] = []
-    for name in _PREFERENCE[layout, "cuda" if spec.device.type == "cuda" else "cpu"]:
-        reason = candidates[name].refusal(spec)
-        if reason is None:
-            return Selection(candidates[name](spec), tuple(passed_over))
-        passed_over.append((name, reason))
-    raise ValueError(
-        f"no experts can take {layout} rows of this layer: "
-        + "; ".join(f"{name}: {reason}" for name, reason in passed_over)
-    )
+        if requested not in kinds:
+            other = next((cls for cls in _KINDS if cls.name == requested), None)
+            takes = "" if other is None else f" takes {' or '.join(other.layouts)} rows and these are {layout}"
+            raise ValueError(f"experts={requested!r}{takes}: must be auto, " + ", ".join(kinds))
+        chosen, why = requested, "asked for by name"
+    else:
+        willing = [name for name in preferred if refusals[name] is None]
+        if not willing:
+            raise ValueError(
+                f"no experts can take {layout} rows of this layer: "
+                + "; ".join(f"{name}: {refusals[name]}" for name in preferred)
+            )
+        chosen, why = willing[0], "the fastest that takes this layer"
+
+    def note(name: str, refusal: str | None) -> str:
+        if name == chosen:
+            return why
+        if refusal is not None:
+            return refusal
+        return f"would do; {chosen} is preferred" if name in preferred else "only by name"
+
+    candidates = tuple(Candidate(name, refusal, note(name, refusal)) for name, refusal in refusals.items())
+    return Selection(kinds[chosen](spec), candidates)
+
+
+def select_experts_impl(
+    config: MoEConfig, *, device: torch.device | str, dtype: torch.dtype, lora: bool = False
+) -> Selection:
+    """The implementation that a layer of this configuration gets, and every candidate with its reason.
+
+    Args:
+        device, dtype: of rows and weights.
+        lora: the layer has adapters.
+
+    Raises:
+        ValueError: as `select_experts`.
+    """
+    spec = ExpertsSpec.of(config, device=torch.device(device), dtype=dtype, lora=lora)
+    return select_experts(spec, config.experts, config.experts_layout)

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from epmoe.comm.workspace import Workspace
 from epmoe.dispatch.base import BatchedInput, ExpertInput
+from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
 from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights
-from epmoe.experts.reduce import weight_and_reduce
 from epmoe.ops.activation import apply_activation
 from epmoe.ops.align import align_rows
 from epmoe.ops.gather_sum import gather_sum
@@ -43,6 +44,7 @@ class TorchGroupedExperts(Experts):
     """Grouped GEMMs by torch (CUTLASS on Hopper); sizes that are multiples of 16 bytes only."""
 
     name = "torch_grouped"
+    weight_and_reduce = {"standard": "contiguous"}
 
     @classmethod
     def refusal(cls, spec: ExpertsSpec) -> str | None:
@@ -58,14 +60,32 @@ class TorchGroupedExperts(Experts):
                 )
         return None
 
-    def apply(self, rows: ExpertInput | BatchedInput, weights: ExpertWeights) -> Tensor:
+    def output(
+        self,
+        rows: ExpertInput | BatchedInput,
+        weights: ExpertWeights,
+        *,
+        delegate: bool = False,
+        workspace: Workspace | None = None,
+    ) -> ExpertOutput:
+        self.check(rows, weights)
         assert isinstance(rows, ExpertInput)
+        y, slot = self._pairs(rows, weights)
+        p = None if self.spec.weight_on_input else rows.topk_weights
+        return ExpertOutput(y, "delegate" if delegate else "contiguous", slot, p)
+
+    def apply(self, rows: ExpertInput | BatchedInput, weights: ExpertWeights) -> Tensor:
+        return weight_and_reduce(self.output(rows, weights))
+
+    def _pairs(self, rows: ExpertInput, weights: ExpertWeights) -> tuple[Tensor, Tensor]:
+        """One row per (row, expert) pair `[N, H]`, in expert order, and the `slot [T, K]` of each pair."""
         activation = self.spec.activation
         row_index, offsets, slot = align_rows(rows.topk_ids, rows.expert_map, rows.num_local, rows.max_assignments)
         if rows.max_assignments == 0:  # grouped_mm takes no empty operands; keep every input in the graph
             inputs = (rows.topk_weights, weights.gate_up_proj, weights.down_proj)
             biases = (b for b in (weights.gate_up_bias, weights.down_bias) if b is not None)
-            return rows.x * 0 + sum((tensor.sum() * 0).to(rows.x.dtype) for tensor in (*inputs, *biases))
+            none = sum((tensor.sum() * 0).to(rows.x.dtype) for tensor in (*inputs, *biases))
+            return rows.x.new_zeros(0, rows.x.shape[1]) + (rows.x.sum() * 0 + none), slot
         ends = offsets[1:]
         position = torch.arange(rows.max_assignments, dtype=torch.int32, device=rows.x.device)
         real = (position < ends[-1])[:, None]
@@ -83,4 +103,4 @@ class TorchGroupedExperts(Experts):
         y = F.grouped_mm(torch.where(real, h, 0), weights.down_proj.transpose(1, 2), offs=ends)
         if weights.down_bias is not None:
             y = torch.where(real, y, 0) + weights.down_bias[expert]
-        return weight_and_reduce(y, slot, None if self.spec.weight_on_input else rows.topk_weights, rows.x.dtype)
+        return y, slot

@@ -131,9 +131,11 @@ def runs_directly(arguments: Iterable[object]) -> bool:
 class Op(Generic[Parameters, Result]):
     """A function that is also the op `epmoe::name`: run directly in plain eager mode, else through the dispatcher."""
 
-    def __init__(self, name: str, run: Callable[Parameters, Result], schema: str | None) -> None:
+    def __init__(
+        self, name: str, run: Callable[Parameters, Result], schema: str | None, mutates_args: Iterable[str] = ()
+    ) -> None:
         self._run = run
-        self._registered = torch.library.custom_op(f"epmoe::{name}", run, mutates_args=(), schema=schema)
+        self._registered = torch.library.custom_op(f"epmoe::{name}", run, mutates_args=mutates_args, schema=schema)
         self.register_fake = self._registered.register_fake
         self.register_autograd = self._registered.register_autograd
         functools.update_wrapper(self, run)
@@ -144,9 +146,11 @@ class Op(Generic[Parameters, Result]):
         return self._registered(*args, **kwargs)
 
 
-def op(name: str, schema: str | None = None) -> Callable[[Callable[Parameters, Result]], Op[Parameters, Result]]:
-    """Decorator: makes a function that changes none of its arguments an `Op`."""
-    return lambda run: Op(name, run, schema)
+def op(
+    name: str, schema: str | None = None, mutates_args: Iterable[str] = ()
+) -> Callable[[Callable[Parameters, Result]], Op[Parameters, Result]]:
+    """Decorator: makes a function that changes none of its arguments, or only those named, an `Op`."""
+    return lambda run: Op(name, run, schema, mutates_args)
 
 
 _HERE = contextlib.nullcontext()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from epmoe.ops._dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from epmoe.ops._triton import cdiv, jit, next_power_of_2, op, tl, use_triton
 
 ALL_PAIRS_MAX = 2048  # at 4 rounds of PAIRS_KEYS keys the quadratic launch still ends before three linear ones would
@@ -39,10 +40,12 @@ def _local_of(ids_ptr, map_ptr, pair, in_range, num_experts, num_local):
 def _all_pairs_kernel(
     ids_ptr, map_ptr, row_index_ptr, offsets_ptr, slot_ptr,
     num_pairs, num_experts, num_local, max_rows,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, ROUNDS: tl.constexpr, SPAN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     # Key of pair i: local * SPAN + i, unique and ordered as the rows are. The number of smaller keys is, for the key of
     # pair i, its row, and for l * SPAN, offsets[l].
+    wait_for_previous(DEPENDENT)
+    let_next_start(DEPENDENT)
     first = tl.program_id(0) * QUERIES
     query = first + tl.arange(0, QUERIES)
     is_pair = query < num_pairs
@@ -53,8 +56,8 @@ def _all_pairs_kernel(
 
     smaller = tl.zeros([QUERIES], dtype=tl.int32)
     total = 0
-    for start in range(0, num_pairs, KEYS):
-        pair = start + tl.arange(0, KEYS)
+    for r in tl.static_range(ROUNDS):  # unrolled: all of them load at once
+        pair = r * KEYS + tl.arange(0, KEYS)
         local = _local_of(ids_ptr, map_ptr, pair, pair < num_pairs, num_experts, num_local)
         key = local * SPAN + pair
         smaller += tl.sum((key[None, :] < query_key[:, None]).to(tl.int32), axis=1)
@@ -147,9 +150,11 @@ def _align_rows_triton(topk_ids: Tensor, expert_map: Tensor, num_local: int, max
     with torch.cuda.device_of(ids):
         if num_pairs <= ALL_PAIRS_MAX:
             grid = (cdiv(num_pairs + num_local + 1, PAIRS_QUERIES),)
+            keys = min(PAIRS_KEYS, max(16, next_power_of_2(num_pairs)))
             _all_pairs_kernel[grid](
                 ids, expert_map, row_index, offsets, slot, num_pairs, num_experts, num_local, max_rows,
-                QUERIES=PAIRS_QUERIES, KEYS=PAIRS_KEYS, SPAN=ALL_PAIRS_MAX, num_warps=4,
+                QUERIES=PAIRS_QUERIES, KEYS=keys, ROUNDS=next_power_of_2(cdiv(num_pairs, keys)), SPAN=ALL_PAIRS_MAX,
+                num_warps=4, **dependent_launch(ids.device),
             )  # fmt: skip
             return row_index, offsets, slot
         num_blocks = cdiv(num_pairs, RANK_BLOCK)

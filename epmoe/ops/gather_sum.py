@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epmoe.ops._dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from epmoe.ops._rows import check_terms, dense_rows, row_grid
 from epmoe.ops._triton import INTERPRET, cast_from_float32, jit, op, tl, use_triton
 from epmoe.ops.gather_dot import gather_dot
@@ -28,8 +29,10 @@ from epmoe.ops.scatter_rows import scatter_rows
 @jit(do_not_specialize=["num_src"])
 def _gather_sum_kernel(
     src_ptr, index_ptr, weight_ptr, out_ptr, num_src, H, src_stride,
-    J: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+    J: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(DEPENDENT)
+    let_next_start(DEPENDENT)
     m = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], dtype=tl.float32)
@@ -44,11 +47,13 @@ def _gather_sum_kernel(
     tl.store(out_ptr + m * H + col, cast_from_float32(acc, out_ptr.dtype.element_ty, INTERPRETED), mask=col < H)
 
 
-def _gather_sum_triton(src: Tensor, index: Tensor, weight: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def _gather_sum_triton(
+    src: Tensor, index: Tensor, weight: Tensor | None, out_dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
     src, index = dense_rows(src), index.contiguous()
     weight = None if weight is None else weight.contiguous()
     (M, J), H = index.shape, src.shape[1]
-    out = src.new_empty(M, H, dtype=out_dtype)
+    out = src.new_empty(M, H, dtype=out_dtype) if out is None else out
     grid, blocks = row_grid(M, H)
     if out.numel() > 0:
         with torch.cuda.device_of(src):
@@ -64,6 +69,7 @@ def _gather_sum_triton(src: Tensor, index: Tensor, weight: Tensor | None, out_dt
                 HAS_WEIGHT=weight is not None,
                 INTERPRETED=INTERPRET,
                 **blocks,
+                **dependent_launch(src.device),
             )
     return out
 
@@ -119,7 +125,12 @@ _gather_sum.register_autograd(_backward, setup_context=_setup_context)
 
 
 def gather_sum(
-    src: Tensor, index: Tensor, weight: Tensor | None = None, out_dtype: torch.dtype | None = None
+    src: Tensor,
+    index: Tensor,
+    weight: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`out[m] = sum_j weight[m, j] · src[index[m, j]]`, in float32 and in the order j = 0 .. J-1: always the same bits.
 
@@ -131,6 +142,8 @@ def gather_sum(
         index: `[M, J]` int32; outside `[0, S)` is no term and is never read. A row without terms is exactly 0.
         weight: `[M, J]` float32 (float64 with a float64 `src`), or None for ones. May be NaN where there is no term.
         out_dtype: of the result, `src.dtype` by default.
+        out: `[M, H]`, contiguous, of `out_dtype`, to write into; it must not overlap `src`, and no gradient is recorded
+            then.
 
     Returns:
         `[M, H]`, contiguous. float64 sources are summed in float64, by the torch twin.
@@ -139,4 +152,14 @@ def gather_sum(
         ValueError: wrong shape or dtype.
     """
     check_terms(src, "src", index, weight)
-    return _gather_sum(src, index, weight, src.dtype if out_dtype is None else out_dtype)
+    dtype = src.dtype if out_dtype is None else out_dtype
+    if out is None:
+        return _gather_sum(src, index, weight, dtype)
+    if out.shape != (index.shape[0], src.shape[1]) or out.dtype != dtype or not out.is_contiguous():
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)} with strides {out.stride()}: must be contiguous {dtype} "
+            f"({index.shape[0]}, {src.shape[1]})"
+        )
+    if use_triton(src) and dtype != torch.float64:
+        return _gather_sum_triton(src.detach(), index, weight, dtype, out)
+    return out.copy_(gather_sum_reference(src.detach(), index, weight, dtype))

@@ -288,11 +288,61 @@ def grouped_gemm(
         ValueError: shapes, dtypes or inner strides do not fit together.
     """
     _check(a, w, bias, row_start, row_end, row_index, index_divisor, transpose_w)
-    if not use_triton(a):
-        return grouped_gemm_reference(a, w, bias, row_start, row_end, row_index, index_divisor, max_rows, transpose_w)
     out = torch.empty(max_rows, w.shape[2 if transpose_w else 1], dtype=a.dtype, device=a.device)
-    _launch(a, w, bias, row_start, row_end, row_index, index_divisor, None, out, None, transpose_w, expected_m)
+    _gemm(out, a, w, bias, row_start, row_end, row_index, index_divisor, transpose_w, expected_m)
     return out
+
+
+def grouped_gemm_into(
+    out: Tensor,
+    a: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    row_start: Tensor,
+    row_end: Tensor,
+    row_index: Tensor | None,
+    index_divisor: int,
+    transpose_w: bool,
+    expected_m: int | None = None,
+) -> None:
+    """`grouped_gemm` into a buffer of the caller's, a planned workspace; not differentiable and no torch op.
+
+    Args:
+        out: `[max_rows, N]`, contiguous, in a's dtype; rows of no expert are left as they are. The rest as there.
+
+    Raises:
+        ValueError: as `grouped_gemm`, or `out` does not fit.
+    """
+    _check(a, w, bias, row_start, row_end, row_index, index_divisor, transpose_w)
+    _check_into(out, "out", a, w.shape[2 if transpose_w else 1])
+    _gemm(out, a, w, bias, row_start, row_end, row_index, index_divisor, transpose_w, expected_m)
+
+
+def _gemm(
+    out: Tensor,
+    a: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    row_start: Tensor,
+    row_end: Tensor,
+    row_index: Tensor | None,
+    index_divisor: int,
+    transpose_w: bool,
+    expected_m: int | None,
+) -> None:
+    if use_triton(a):
+        _launch(a, w, bias, row_start, row_end, row_index, index_divisor, None, out, None, transpose_w, expected_m)
+    else:
+        _gemm_twin(out, a, w, bias, row_start, row_end, row_index, index_divisor, transpose_w)
+
+
+def _check_into(t: Tensor, name: str, a: Tensor, width: int, rows: int | None = None) -> None:
+    fits = t.dim() == 2 and t.shape[1] == width and (rows is None or t.shape[0] == rows)
+    if not fits or t.dtype != a.dtype or t.device != a.device or not t.is_contiguous():
+        raise ValueError(
+            f"{name} is {t.dtype} {tuple(t.shape)} on {t.device} with strides {t.stride()}: must be contiguous, "
+            f"{a.dtype} [{'max_rows' if rows is None else rows}, {width}] on {a.device}"
+        )
 
 
 @grouped_gemm.register_fake
@@ -317,12 +367,26 @@ def grouped_gemm_reference(
 ) -> Tensor:
     """The torch twin of `grouped_gemm`, one matmul per expert."""
     out = torch.empty(max_rows, w.shape[2 if transpose_w else 1], dtype=a.dtype, device=a.device)
+    _gemm_twin(out, a, w, bias, row_start, row_end, row_index, index_divisor, transpose_w)
+    return out
+
+
+def _gemm_twin(
+    out: Tensor,
+    a: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    row_start: Tensor,
+    row_end: Tensor,
+    row_index: Tensor | None,
+    index_divisor: int,
+    transpose_w: bool,
+) -> None:
     wide = _wide(a.dtype)
     for e, own in segment_slices(row_start, row_end):
         x = a[own] if row_index is None else a[row_index[own].long() // index_divisor]
         y = x.to(wide) @ (w[e] if transpose_w else w[e].T).to(wide)
         out[own] = (y if bias is None else y + bias[e].to(wide)).to(a.dtype)
-    return out
 
 
 @op("grouped_gemm_act")
@@ -359,32 +423,90 @@ def grouped_gemm_act(
     Raises:
         ValueError: as `grouped_gemm`, an unknown activation, or a `row_scale` that is not flat.
     """
+    gated = _check_act(x, w1, bias1, row_start, row_end, row_index, index_divisor, row_scale, activation, alpha, limit)
+    act, preact = _empty_act(x, w1, max_rows, gated, save_preact)
+    saved = preact if save_preact else None
+    rows = (row_start, row_end, row_index, index_divisor)
+    _gemm_act(act, saved, x, w1, bias1, *rows, row_scale, activation, alpha, limit, expected_m)
+    return act, preact
+
+
+def grouped_gemm_act_into(
+    act: Tensor,
+    preact: Tensor | None,
+    x: Tensor,
+    w1: Tensor,
+    bias1: Tensor | None,
+    row_start: Tensor,
+    row_end: Tensor,
+    row_index: Tensor | None,
+    index_divisor: int,
+    row_scale: Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
+    expected_m: int | None = None,
+) -> None:
+    """`grouped_gemm_act` into buffers of the caller's, planned workspaces; not differentiable and no torch op.
+
+    Args:
+        act: `[max_rows, I]`, contiguous, in x's dtype; rows of no expert are left as they are.
+        preact: likewise `[max_rows, 2I]` (`[max_rows, I]` not gated), or None: not saved. The rest as there.
+
+    Raises:
+        ValueError: as `grouped_gemm_act`, or a buffer does not fit.
+    """
+    gated = _check_act(x, w1, bias1, row_start, row_end, row_index, index_divisor, row_scale, activation, alpha, limit)
+    _check_into(act, "act", x, w1.shape[1] // (2 if gated else 1))
+    if preact is not None:
+        _check_into(preact, "preact", x, w1.shape[1], act.shape[0])
+    rows = (row_start, row_end, row_index, index_divisor)
+    _gemm_act(act, preact, x, w1, bias1, *rows, row_scale, activation, alpha, limit, expected_m)
+
+
+def _check_act(
+    x: Tensor,
+    w1: Tensor,
+    bias1: Tensor | None,
+    row_start: Tensor,
+    row_end: Tensor,
+    row_index: Tensor | None,
+    index_divisor: int,
+    row_scale: Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
+) -> bool:
+    """Whether the activation is gated, after all arguments were found to fit."""
     _check(x, w1, bias1, row_start, row_end, row_index, index_divisor, False)
     check_flat(row_scale, "row_scale", *scale_dtypes(x))
     gated = is_gated(activation, alpha, limit)
     if gated and w1.shape[1] % 2:
         raise ValueError(f"w1 has shape {tuple(w1.shape)}: {activation!r} is gated and needs an even number of rows")
-    if not use_triton(x):
-        return grouped_gemm_act_reference(
-            x,
-            w1,
-            bias1,
-            row_start,
-            row_end,
-            row_index,
-            index_divisor,
-            max_rows,
-            row_scale,
-            activation,
-            alpha,
-            limit,
-            save_preact,
-        )
-    act, preact = _empty_act(x, w1, max_rows, gated, save_preact)
-    saved = preact if save_preact else None
+    return gated
+
+
+def _gemm_act(
+    act: Tensor,
+    preact: Tensor | None,
+    x: Tensor,
+    w1: Tensor,
+    bias1: Tensor | None,
+    row_start: Tensor,
+    row_end: Tensor,
+    row_index: Tensor | None,
+    index_divisor: int,
+    row_scale: Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
+    expected_m: int | None,
+) -> None:
     rows = (row_start, row_end, row_index, index_divisor)
-    _launch(x, w1, bias1, *rows, row_scale, act, saved, False, expected_m, activation, alpha, limit)
-    return act, preact
+    if use_triton(x):
+        _launch(x, w1, bias1, *rows, row_scale, act, preact, False, expected_m, activation, alpha, limit)
+    else:
+        _gemm_act_twin(act, preact, x, w1, bias1, *rows, row_scale, activation, alpha, limit)
 
 
 def _empty_act(x: Tensor, w1: Tensor, max_rows: int, gated: bool, save_preact: bool) -> tuple[Tensor, Tensor]:
@@ -431,6 +553,27 @@ def grouped_gemm_act_reference(
     """The torch twin of `grouped_gemm_act`, one matmul per expert."""
     gated = is_gated(activation, alpha, limit)
     act, preact = _empty_act(x, w1, max_rows, gated, save_preact)
+    saved = preact if save_preact else None
+    rows = (row_start, row_end, row_index, index_divisor)
+    _gemm_act_twin(act, saved, x, w1, bias1, *rows, row_scale, activation, alpha, limit)
+    return act, preact
+
+
+def _gemm_act_twin(
+    act: Tensor,
+    preact: Tensor | None,
+    x: Tensor,
+    w1: Tensor,
+    bias1: Tensor | None,
+    row_start: Tensor,
+    row_end: Tensor,
+    row_index: Tensor | None,
+    index_divisor: int,
+    row_scale: Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
+) -> None:
     wide = _wide(x.dtype)
     for e, own in segment_slices(row_start, row_end):
         a = x[own] if row_index is None else x[row_index[own].long() // index_divisor]
@@ -438,7 +581,6 @@ def grouped_gemm_act_reference(
         if row_scale is not None:
             y = y * row_scale[own if row_index is None else row_index[own].long()].to(wide)[:, None]
         y = y if bias1 is None else y + bias1[e].to(wide)
-        if save_preact:
+        if preact is not None:
             preact[own] = y.to(x.dtype)
         act[own] = apply_activation(y, activation, alpha, limit).to(x.dtype)
-    return act, preact

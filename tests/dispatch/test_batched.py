@@ -46,12 +46,12 @@ def test_each_expert_has_its_rows_in_order_up_to_the_capacity(
         assert int(made.overflow[expert]) == len(want) - len(here)
         for place, (t, k) in enumerate(want):
             expected = expert * capacity + place if place < capacity else -1
-            assert int(made.slot[t, k]) == expected
+            assert int(made.rows.slot[t, k]) == expected
             if place < capacity:
                 assert torch.equal(made.rows.x[expert, place], rows.x[t])
                 assert made.rows.topk_weights[expert, place] == rows.topk_weights[t, k]
     elsewhere = sum(len(rows_of(rows, e)) for e in range(L))
-    assert int((made.slot == -1).sum()) == rows.topk_ids.numel() - elsewhere + int(made.overflow.sum())
+    assert int((made.rows.slot == -1).sum()) == rows.topk_ids.numel() - elsewhere + int(made.overflow.sum())
 
 
 def test_gradients_of_rows_and_weights_come_back_from_their_places(seed: int) -> None:
@@ -74,5 +74,5 @@ def test_a_padding_rows_gradient_goes_nowhere(seed: int) -> None:
     for expert, count in enumerate(made.rows.expert_num_tokens.tolist()):
         grad[expert, :count] = 1.0
     made.rows.x.backward(grad)
-    copies = torch.tensor([[float((made.slot[t] >= 0).sum())] for t in range(11)]).double()
+    copies = torch.tensor([[float((made.rows.slot[t] >= 0).sum())] for t in range(11)]).double()
     assert x.grad is not None and torch.equal(x.grad, copies.expand(11, H))

@@ -52,7 +52,7 @@ def mine(d: Dispatcher, seed: int) -> tuple[torch.Tensor, ...]:
 def wanted_rows(d: Dispatcher, seed: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """The (x, ids, weights) of every token of every rank that has an expert here, by source rank, then token."""
     rows = []
-    for source in range(d.num_ranks):
+    for source in range(d.num_dispatchers):
         for x, ids, weights in zip(*routing_of(source, seed), strict=True):
             if any(int(e) >= 0 and d.owner[int(e)] == d.ep.rank for e in ids):
                 rows.append((x, ids, weights))

@@ -1,0 +1,74 @@
+"""What goes with what: every dispatcher with every kind of experts in every layout, and why not where not.
+
+Read off the declarations of the classes, so nothing is tried and no GPU is needed. `MoEKernel` refuses by the same
+words, `epmoe doctor --capabilities` prints the table, and the tests walk through it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from epmoe.dispatch import DISPATCHERS
+from epmoe.dispatch.base import Dispatcher
+from epmoe.experts import EXPERTS
+from epmoe.experts.base import Experts
+
+LAYOUTS = ("standard", "batched")
+
+
+def refusal(dispatcher: Dispatcher | type[Dispatcher], experts: Experts | type[Experts], layout: str) -> str | None:
+    """Why these can't be joined, with the way out; None if they can."""
+    if layout not in experts.layouts:
+        return (
+            f"layout={layout!r}: experts {experts.name!r} take {' or '.join(experts.layouts)} rows; choose a pair that "
+            "fits"
+        )
+    if experts.monolithic and dispatcher.name != "local":
+        return (
+            f"experts={experts.name!r} with dispatcher={dispatcher.name!r}: they go from router logits to the output "
+            "in one kernel and never show the topk_ids that a dispatcher moves rows by; use dispatcher='local', or "
+            "experts that take topk_ids"
+        )
+    return None
+
+
+class Combination(NamedTuple):
+    """Attributes: names of the parts; `refusal`, None where they work together."""
+
+    dispatcher: str
+    experts: str
+    layout: str
+    refusal: str | None
+
+
+def combinations() -> list[Combination]:
+    """Every dispatcher × experts × layout."""
+    return [
+        Combination(d.name, e.name, layout, refusal(d, e, layout))
+        for d in DISPATCHERS.values()
+        for e in EXPERTS.values()
+        for layout in LAYOUTS
+    ]
+
+
+def dispatcher_table() -> list[dict[str, Any]]:
+    """One row per dispatcher: its name and `DispatcherCapabilities`."""
+    return [{"dispatcher": d.name, **dataclasses.asdict(d.capabilities)} for d in DISPATCHERS.values()]
+
+
+def experts_table() -> list[dict[str, Any]]:
+    """One row per kind of experts: its name and what its class declares."""
+    return [
+        {
+            "experts": e.name,
+            "layouts": e.layouts,
+            "weight_and_reduce": tuple(e.weight_and_reduce[layout] for layout in e.layouts),
+            "row_schemes": tuple(scheme or "none" for scheme in e.row_schemes),
+            "autograd": e.autograd,
+            "cuda_graph": e.cuda_graph,
+            "monolithic": e.monolithic,
+            "lora": e.lora,
+        }
+        for e in EXPERTS.values()
+    ]

@@ -1,0 +1,82 @@
+"""What a forward of `MoEKernel` will allocate: the dispatcher's buffers, the experts' and what lies between."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from epmoe.comm.memory import Buffer, MemoryPlan, Step, buffer
+from epmoe.comm.workspace import Workspace
+from epmoe.dispatch.base import Dispatcher, Traffic
+from epmoe.experts.base import Experts
+from epmoe.ops.pack_rows import row_layout
+from epmoe.quant.rows import row_dtype, scales_per_row
+
+
+def plan_forward(
+    dispatcher: Dispatcher,
+    experts: Experts,
+    layout: str,
+    workspace: Workspace | None,
+    *,
+    num_tokens: int,
+    top_k: int,
+    dispatch_scheme: str | None,
+    chunk_tokens: int | None,
+    capacity: int | None,
+    traffic: Traffic | None,
+) -> MemoryPlan:
+    """The plan of a forward without gradients; see `MoEKernel.memory_plan`."""
+    spec = experts.spec
+    width, dtype = spec.hidden_size, spec.dtype
+    moved = traffic if traffic is not None else dispatcher.traffic(num_tokens, top_k)
+    values, words = dtype, 2 * top_k
+    buffers: list[Buffer] = []
+    if dispatch_scheme is not None:
+        values, scales = row_dtype(dispatch_scheme), scales_per_row(width, dispatch_scheme)
+        words += scales
+        buffers += [
+            buffer("quantized rows", (num_tokens, width), values, "dispatch"),
+            buffer("their scales", (num_tokens, scales), torch.float32, "dispatch"),
+        ]
+    message_bytes = row_layout(width, values, words).row_bytes
+    buffers += dispatcher.memory_plan(num_tokens, width, dtype, message_bytes, moved)
+
+    rows = moved.received if chunk_tokens is None else min(chunk_tokens, moved.received)
+    pairs = moved.pairs if rows == moved.received else min(rows * top_k, moved.pairs)
+    if dispatch_scheme not in experts.row_schemes or (dispatch_scheme is not None and layout == "batched"):
+        buffers.append(buffer("rows dequantized", (rows, width), dtype, "experts"))
+    if layout == "batched":
+        places = dispatcher.num_local * (capacity or rows)
+        buffers.append(buffer("places of the batched layout", (places, width), dtype, "experts"))
+        pairs = places
+    shapes = experts.workspace_shapes(rows, pairs)
+    if shapes is None:
+        raise ValueError(
+            f"experts={experts.name!r} allocate as they go, in sizes that depend on the routing: memory_plan needs "
+            "experts='grouped' or 'batched'"
+        )
+    two: tuple[Step, ...] = ("experts", "combine")  # combine reads workspace13
+    index_of = (pairs,) if layout == "standard" else (rows, top_k)
+    buffers += [
+        buffer("rows in expert order", index_of, torch.int32, *two),
+        buffer("places of pairs", (rows, top_k), torch.int32, *two),
+    ]
+    if workspace is not None:
+        buffers.append(
+            Buffer(
+                workspace.name,
+                max(workspace.nbytes, shapes.workspace13.nbytes + shapes.workspace2.nbytes),
+                ("dispatch", "experts", "combine", "sum"),
+            )
+        )
+    else:
+        buffers += [
+            Buffer("workspace13", shapes.workspace13.nbytes, two),
+            Buffer("workspace2", shapes.workspace2.nbytes, ("experts",)),
+        ]
+    if chunk_tokens is not None and rows < moved.received:
+        parts = math.ceil(moved.received / rows)
+        buffers.append(buffer(f"reduced rows of {parts} parts", (moved.received, width), dtype, *two))
+    return MemoryPlan(tuple(buffers))

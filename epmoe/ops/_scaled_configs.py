@@ -1,0 +1,177 @@
+"""Block sizes of the kernels behind `ops/scaled_gemm.py`, chosen on the host from shapes: they decide speed and never
+which numbers are multiplied. Stands beside the path of a token.
+
+Figures behind the choices: one H200, triton 3.6. The interpreter runs each block operation as one numpy call, so there
+it gets few, small blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from epmoe.ops._configs import _has_roomy_sms, _has_tma
+from epmoe.ops._dependent_launch import dependent_launch
+from epmoe.ops._triton import INTERPRET, TensorDescriptor, cdiv, next_power_of_2, tl
+
+FP8 = torch.float8_e4m3fn
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledConfig:
+    """One configuration of `scaled_gemm_kernel`, or the choice of the Gluon kernel, whose tiles are fixed.
+
+    Args:
+        block_m: rows of a tile.
+        block_n: weight rows of a tile: 128 or 256; a gated one has `block_n / 2` gates and as many up projections.
+        group_m: row tiles that are walked together through all column tiles, so that both operands stay in L2.
+        split: multiply the tile's weight rows in two dots. With scales per block a dot has 128 weight rows.
+        swap_ab: weights are the M side of the dot and tokens its N side: wgmma needs 64 rows on the M side, which few
+            tokens cannot fill.
+        flatten: let Triton load the next tile's first blocks during this tile's last steps.
+        tma_out: write results through a tensor descriptor where their alignment allows.
+        programs_per_sm: programs that loop over tiles; 0 starts one program per tile.
+        gluon: run the Gluon kernel instead, where it can.
+    """
+
+    block_m: int
+    block_n: int
+    group_m: int
+    num_warps: int
+    num_stages: int
+    split: bool = False
+    swap_ab: bool = False
+    flatten: bool = False
+    tma_out: bool = True
+    programs_per_sm: int = 1
+    gluon: bool = False
+
+
+@functools.lru_cache(maxsize=4096)
+def scaled_config(
+    device: torch.device,
+    per_block: bool,
+    rows_per_expert: int,
+    n: int,
+    d: int,
+    gated: bool,
+    gathered: bool,
+    interpret: bool = INTERPRET,
+) -> ScaledConfig:
+    """The configuration for `n` weight rows (2I for a gated GEMM1) of width `d`.
+
+    Args:
+        per_block: scales per 128 × 128 block, not per row and channel.
+        gathered: rows are found through an index.
+    """
+    split = per_block and gated
+    if interpret:
+        return ScaledConfig(32, 256 if gated else 128, group_m=2, num_warps=4, num_stages=2, split=split)
+    if not _has_roomy_sms(device):
+        block_m = 32 if rows_per_expert <= 32 else 64
+        return ScaledConfig(block_m, 256 if gated else 128, 8, 4, num_stages=2, split=split, programs_per_sm=0)
+    if rows_per_expert <= 64:
+        block_m = 16 if rows_per_expert <= 16 else 32 if rows_per_expert <= 32 else 64
+        wide = gated or block_m == 64
+        return ScaledConfig(
+            block_m, 256 if wide else 128, 1, num_warps=4, num_stages=5 if wide else 6, split=wide, swap_ab=True
+        )
+    if per_block:
+        return ScaledConfig(128, 256, 8, num_warps=8, num_stages=4, split=True, gluon=True)
+    return ScaledConfig(128, 256, 8, num_warps=8, num_stages=3 if gated or gathered else 4, flatten=not gathered)
+
+
+def ragged_rows(out: Tensor, block: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """Shape, strides and block of a descriptor of `out [rows, width]` that clips a tile of rows wherever one says.
+
+    Two dimensions more, whose strides cancel to 2**64 and so to nothing, move the end of the third: a tile stored at
+    (2**30, end, 2**30 - end + row, column) begins at `row` and ends before `end`.
+    """
+    stride, width = out.stride(0), out.shape[1]
+    return [0x7FFF0000, 0x7FFF0000, 1 << 30, width], [(1 << 34) - stride, stride, stride, 1], [1, 1, *block]
+
+
+class ScaledPlan(NamedTuple):
+    """What a launch takes from shapes alone: found once for each, so that a call costs the host little."""
+
+    config: ScaledConfig
+    column_tiles: int
+    a_tma: bool
+    w_descriptor: tuple[list[int], list[int], list[int]] | None  # shape, strides and block
+    out_block: list[int] | None
+    constants: dict[str, Any]
+
+
+@functools.lru_cache(maxsize=4096)
+def scaled_plan(
+    device: torch.device,
+    per_block: bool,
+    shape: tuple[int, int, int],  # of the weights
+    strides: tuple[int, int, int],
+    w_aligned: bool,  # begins at a multiple of 16 bytes
+    a_aligned: bool,  # begins, and each row too, at a multiple of 16 bytes
+    rows_per_expert: int,
+    gathered: bool,
+    divisor: int,
+    activation: str,
+    gated: bool,
+    out_dtype: torch.dtype,
+) -> ScaledPlan:
+    """The plan of `scaled_grouped_gemm` (`..._act`) on weights of this shape; cached."""
+    L, n, d = shape
+    parts = 2 if gated else 1
+    width = n // parts
+    config = scaled_config(device, per_block, rows_per_expert, n, d, gated, gathered)
+    has_tma = _has_tma(device)
+    dense = parts == 1 or (strides[0] == n * strides[1] and width * strides[1] % 16 == 0)
+    descriptor = None
+    if has_tma and w_aligned and strides[0] % 16 == 0 and strides[1] % 16 == 0 and dense:
+        block = [1, config.block_n // 2, 128] if config.split else [parts, config.block_n // parts, 128]
+        descriptor = (
+            [L * parts, width, d],
+            [strides[0] if parts == 1 else width * strides[1], strides[1], 1],
+            block,
+        )
+    a_tma = has_tma and a_aligned and not gathered
+    out_block = None
+    if has_tma and config.tma_out and width * out_dtype.itemsize % 16 == 0:
+        out_block = [config.block_m, 128]
+    constants = {
+        "L": L,
+        "L_BLOCK": next_power_of_2(L),
+        "N": n,
+        "D": d,
+        "DIVISOR": divisor,
+        "PER_BLOCK": per_block,
+        "ACTIVATION": activation,
+        "GATED": gated,
+        "OUT_DTYPE": _tl_dtype(out_dtype),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": 128,
+        "GROUP_M": config.group_m,
+        "SPLIT": config.split,
+        "SWAP_AB": config.swap_ab,
+        "FLATTEN": config.flatten,
+        "A_TMA": a_tma,
+        "W_TMA": descriptor is not None,
+        "OUT_TMA": out_block is not None,
+        "INTERPRETED": INTERPRET,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        **dependent_launch(device),
+    }
+    return ScaledPlan(config, cdiv(width, config.block_n // parts), a_tma, descriptor, out_block, constants)
+
+
+def _tl_dtype(dtype: torch.dtype) -> Any:
+    return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, FP8: tl.float8e4nv}[dtype]
+
+
+def row_descriptor(a: Tensor, block_m: int) -> Any:
+    """Tiles of `block_m` rows and 128 columns of `a [*, D]`."""
+    return TensorDescriptor(a, list(a.shape), [a.stride(0), 1], [block_m, 128])

@@ -1,0 +1,370 @@
+"""What the parts of `MoEKernel` promise each other: reduction strategies, dispatch arguments, workspaces, hooks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from epmoe import EPGroup, MoEKernel
+from epmoe.capabilities import LAYOUTS, combinations
+from epmoe.comm.workspace import Part, Workspace
+from epmoe.dispatch import DISPATCHERS
+from epmoe.dispatch.base import Dispatcher, DispatcherCapabilities, ExpertInput, Pending
+from epmoe.dispatch.local import LocalDispatcher
+from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
+from epmoe.experts import EXPERTS, ExpertWeights
+from epmoe.experts.base import Experts
+from epmoe.quant.rows import ROW_SCHEMES, dequantize_rows, quantize_rows
+from epmoe.testing import poisoned_empty, run_ranks
+from tests.test_kernel import E, H, K, batch_of, local_kernel, make_kernel
+
+# ---- weight and reduce
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("on_input", [False, True])
+def test_every_experts_output_reduces_to_what_calling_them_gives(layout: str, on_input: bool, seed: int) -> None:
+    for name, cls in EXPERTS.items():
+        if layout not in cls.layouts or cls.monolithic:
+            continue
+        kernel, weights = local_kernel(name, layout)
+        spec = dataclasses.replace(kernel.experts.spec, weight_on_input=on_input)
+        experts = cls(spec)
+        batch = batch_of(0, 1, "uneven", seed)
+        joined = MoEKernel(kernel.dispatcher, experts, layout=layout)
+        want = MoEKernel(kernel.dispatcher, EXPERTS["reference"](spec))(*batch, weights).routed
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad), poisoned_empty():
+                assert relative(joined(*batch, weights).routed, want) < 1e-5, (name, grad)
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.detach().double() - want.detach().double()).norm() / want.detach().double().norm())
+
+
+class SummingDispatcher(LocalDispatcher):
+    """A local dispatcher that weights and sums by itself, and remembers what it was asked to."""
+
+    name = "local"
+    capabilities = DispatcherCapabilities(exact_pairs=True, reduces=True)
+
+    def combine_async(self, rows: Any, handle: Any, *, out: torch.Tensor | None = None) -> Pending[torch.Tensor]:
+        self.asked = rows.strategy
+        return Pending.done(weight_and_reduce(rows))
+
+
+@pytest.mark.parametrize(("experts", "layout"), [("grouped", "standard"), ("batched", "batched")])
+def test_a_dispatcher_that_sums_is_given_the_pairs_where_no_gradient_needs_them(
+    experts: str, layout: str, seed: int
+) -> None:
+    kernel, weights = local_kernel(experts, layout)
+    plain = kernel.dispatcher
+    summing = SummingDispatcher(None, plain.owner, plain.expert_map, plain.num_local)
+    joined = MoEKernel(summing, kernel.experts, layout=layout, workspace=Workspace(torch.device("cpu")))
+    batch = batch_of(0, 1, "uneven", seed)
+    with torch.no_grad():
+        assert torch.equal(joined(*batch, weights).routed, kernel(*batch, weights).routed)
+    assert summing.asked == "delegate"
+
+
+def test_an_output_that_contradicts_itself_is_refused() -> None:
+    rows, slot = torch.randn(3, H), torch.zeros(2, K, dtype=torch.int32)
+    for kwargs, message in [
+        ({"strategy": "sum"}, "strategy='sum': must be no_op, contiguous, batched, delegate"),
+        ({"strategy": "contiguous"}, "'contiguous' without slot"),
+        ({"slot": slot}, "'no_op' with slot"),
+        ({"topk_weights": torch.ones(2, K)}, "weighted already"),
+        ({"strategy": "batched", "slot": slot}, r"rows have shape \(3, 16\), must be \(3,\)-D"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ExpertOutput(rows, **kwargs)  # type: ignore[arg-type]
+
+
+# ---- dispatch arguments
+
+
+def sent_as(rank: int, ranks: int, seed: int) -> list[Any]:
+    """For every dispatcher and scheme, quantized by caller or kernel: what arrived, and whether it was computed."""
+    ep = EPGroup(timeout=60)
+    seen = []
+    for name, scheme, by_caller in itertools.product(DISPATCHERS, ROW_SCHEMES, (True, False)):
+        if (name == "local") != (ranks == 1):
+            continue
+        options = {} if by_caller else {"dispatch_scheme": scheme}
+        kernel, weights = make_kernel(rank, ranks, name, "grouped", "standard", None if ranks == 1 else ep, **options)
+        x, ids, p = batch_of(rank, ranks, "uneven", seed)
+        x = x * torch.logspace(-3, 3, x.shape[0])[:, None]
+        arrived: list[ExpertInput] = []
+        honest = kernel._compute
+
+        def watch(rows: ExpertInput, weights: ExpertWeights, honest=honest, arrived=arrived) -> ExpertOutput:  # type: ignore[no-untyped-def]
+            arrived.append(rows)
+            return honest(rows, weights)
+
+        kernel._compute = watch  # type: ignore[method-assign]
+        with torch.no_grad(), poisoned_empty():
+            out = kernel(quantize_rows(x, scheme) if by_caller else x, ids, p, weights).routed
+            plain, _ = make_kernel(rank, ranks, name, "grouped", "standard", None if ranks == 1 else ep)
+            want = plain(dequantize_rows(quantize_rows(x, scheme), x.dtype), ids, p, weights).routed
+        rows = arrived[0]
+        assert rows.x_scale is not None
+        seen.append((name, scheme, rows.scheme, rows.x.dtype, rows.x_scale.shape, torch.equal(out, want), float(out.norm())))
+    return seen
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_quantized_rows_travel_as_values_and_scales_and_are_computed_as_such(ranks: int, seed: int) -> None:
+    for per_rank in run_ranks(sent_as, ranks, args=(seed,), timeout=90):
+        assert len(per_rank) == 2 * len(ROW_SCHEMES) * (1 if ranks == 1 else len(DISPATCHERS) - 1)
+        for name, scheme, sent, values, scales, equal, norm in per_rank:
+            dtype = torch.int8 if scheme == "int8_row" else torch.float8_e4m3fn
+            assert sent == scheme and values == dtype and scales[1] == 1 and equal and norm > 0, name
+
+
+def adapters_arrive(rank: int, ranks: int, seed: int) -> list[Any]:
+    ep = EPGroup(timeout=60)
+    seen = []
+    for name in DISPATCHERS:
+        if (name == "local") != (ranks == 1):
+            continue
+        kernel, _ = make_kernel(rank, ranks, name, "reference", "standard", None if ranks == 1 else ep)
+        x, ids, p = batch_of(rank, ranks, "uneven", seed)
+        x[:, 0] = tag = 100 * rank + torch.arange(len(x)).float()
+        rows = kernel.dispatcher.dispatch(x, ids, p, adapter_ids=tag.int())
+        assert rows.adapter_ids is not None
+        real = (rows.topk_ids >= 0).any(1)
+        seen.append((name, bool((rows.adapter_ids[real] == rows.x[real, 0].int()).all()), int(real.sum())))
+    return seen
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapter_ids_stay_with_their_rows(ranks: int, seed: int) -> None:
+    for per_rank in run_ranks(adapters_arrive, ranks, args=(seed,), timeout=60):
+        for name, right, rows in per_rank:
+            assert right and rows > 0, name
+
+
+def test_ids_are_given_to_the_dispatcher_in_the_dtype_it_wants(seed: int) -> None:
+    kernel, weights = local_kernel("reference", "standard")
+    x, ids, p = batch_of(0, 1, "uneven", seed)
+    want = kernel(x, ids, p, weights).routed
+    assert torch.equal(kernel(x, ids.long(), p, weights).routed, want)
+    with pytest.raises(ValueError, match="topk_ids.dtype=torch.float32: must be torch.int32"):
+        kernel(x, ids.float(), p, weights)
+
+
+def test_quantized_dispatch_with_a_gradient_is_refused(seed: int) -> None:
+    kernel, weights = local_kernel("grouped", "standard", dispatch_scheme="fp8_row")
+    x, ids, p = batch_of(0, 1, "uneven", seed)
+    with pytest.raises(ValueError, match="dispatch_scheme='fp8_row'.*torch.no_grad"):
+        kernel(x.requires_grad_(), ids, p, weights)
+    with pytest.raises(ValueError, match="fp9"):
+        local_kernel("grouped", "standard", dispatch_scheme="fp9")
+
+
+def test_dispatchers_say_how_many_they_are_and_whether_their_output_is_reduced() -> None:
+    kernel, _ = local_kernel("reference", "standard")
+    assert kernel.dispatcher.num_dispatchers == 1 and kernel.output_is_reduced
+    partial = type("Partial", (LocalDispatcher,), {"capabilities": DispatcherCapabilities(output_is_reduced=False)})
+    d = kernel.dispatcher
+    assert not MoEKernel(partial(None, d.owner, d.expert_map, d.num_local), kernel.experts).output_is_reduced
+
+
+# ---- where the result goes
+
+
+@pytest.mark.parametrize(
+    ("experts", "layout"), [("grouped", "standard"), ("batched", "batched"), ("reference", "standard")]
+)
+@pytest.mark.parametrize("planned", [True, False])
+def test_the_result_goes_where_the_caller_says(experts: str, layout: str, planned: bool, seed: int) -> None:
+    workspace = Workspace(torch.device("cpu")) if planned else None
+    kernel, weights = local_kernel(experts, layout, workspace=workspace)
+    x, ids, p = batch_of(0, 1, "uneven", seed)
+    with torch.no_grad():
+        want = kernel(x, ids, p, weights).routed
+        out = torch.full_like(x, float("nan"))
+        assert kernel(x, ids, p, weights, out=out).routed is out and torch.equal(out, want)
+        shared = kernel(x, ids, p, weights, out=out, shared_experts=lambda: x.clone()).shared
+        given = x.clone()
+        result = kernel(given, ids, p, weights, inplace=True, shared_experts=lambda: given.clone())
+        assert result.routed is given and torch.equal(given, want)
+        assert torch.equal(result.shared, x) and torch.equal(shared, x)  # shared experts saw x, not the result
+
+
+def into_out(rank: int, ranks: int, seed: int) -> bool:
+    ep = EPGroup(timeout=60)
+    same = True
+    for name in DISPATCHERS:
+        if name != "local":
+            kernel, weights = make_kernel(rank, ranks, name, "grouped", "standard", ep)
+            x, ids, p = batch_of(rank, ranks, "uneven", seed)
+            with torch.no_grad(), poisoned_empty():
+                want = kernel(x, ids, p, weights).routed
+                result = kernel(x, ids, p, weights, inplace=True).routed
+            same &= result is x and torch.equal(x, want)
+    return same
+
+
+def test_the_result_replaces_x_over_two_ranks(seed: int) -> None:
+    assert run_ranks(into_out, 2, args=(seed,), timeout=60) == [True, True]
+
+
+def test_a_destination_that_does_not_fit_is_refused(seed: int) -> None:
+    kernel, weights = local_kernel("grouped", "standard")
+    x, ids, p = batch_of(0, 1, "uneven", seed)
+    for options, message in [
+        ({"out": x[:2]}, "out: torch.float32 .2, 16. .* must be contiguous torch.float32 .9, 16."),
+        ({"out": x.double()}, "must be contiguous torch.float32"),
+        ({"out": x, "inplace": True}, "give one"),
+    ]:
+        with torch.no_grad(), pytest.raises(ValueError, match=message):
+            kernel(x, ids, p, weights, **options)
+    with pytest.raises(ValueError, match="inplace with an x that needs a gradient"):
+        kernel(x.requires_grad_(), ids, p, weights, inplace=True)
+    with torch.no_grad(), pytest.raises(ValueError, match="give out="):
+        kernel(quantize_rows(x, "fp8_row"), ids, p, weights, inplace=True)
+
+
+# ---- workspaces
+
+
+def test_a_workspace_grows_until_it_is_locked() -> None:
+    space = Workspace(torch.device("cpu"), "lane 0")
+    a, b = space.take([Part((3, 5), torch.float32), Part((7,), torch.bfloat16)])
+    a.fill_(1)
+    b.fill_(2)
+    assert a.shape == (3, 5) and b.shape == (7,) and bool((a == 1).all()) and space.nbytes == 512
+    held = space.nbytes
+    (c,) = space.take([Part((2, 2), torch.float32)])
+    assert space.nbytes == held and c.data_ptr() == a.data_ptr()
+    space.lock()
+    space.take([Part((3, 5), torch.float32)])
+    with pytest.raises(RuntimeError, match="lane 0: 4096 bytes are wanted, 512 are there.*locked.*unlock()"):
+        space.take([Part((1024,), torch.float32)])
+    space.unlock()
+    space.take([Part((1024,), torch.float32)])
+    assert space.nbytes == 4096
+
+
+@pytest.mark.parametrize(("experts", "layout"), [("grouped", "standard"), ("batched", "batched")])
+def test_what_a_workspace_held_before_changes_no_bit_and_growth_is_planned(
+    experts: str, layout: str, seed: int
+) -> None:
+    space = Workspace(torch.device("cpu"))
+    kernel, weights = local_kernel(experts, layout, workspace=space)
+    free, _ = local_kernel(experts, layout)
+    batch = batch_of(0, 1, "uneven", seed)
+    with torch.no_grad():
+        want = free(*batch, weights).routed
+        assert torch.equal(kernel(*batch, weights).routed, want)
+        tokens = batch[0].shape[0]
+        shapes = kernel.experts.workspace_shapes(tokens, tokens * K if layout == "standard" else E * tokens)
+        assert shapes is not None and space.nbytes == shapes.workspace13.nbytes + shapes.workspace2.nbytes
+        space.lock()
+        for poison in (float("nan"), 1e4):
+            assert space._buffer is not None
+            space._buffer.view(torch.float32).fill_(poison)
+            assert torch.equal(kernel(*batch, weights).routed, want)
+        with pytest.raises(RuntimeError, match="locked"):
+            kernel(*[torch.cat([t, t]) for t in batch], weights)
+    kernel(*batch, weights).routed.sum().backward()  # with a gradient nothing is kept in it
+    assert torch.equal(kernel(*batch, weights).routed.detach(), want)
+
+
+def lanes(rank: int, ranks: int) -> bool:
+    ep = EPGroup()
+    kernels = [make_kernel(rank, ranks, "all_to_all", "grouped", "standard", ep)[0] for _ in range(2)]
+    return kernels[0].workspace is kernels[1].workspace is ep.workspace() is not ep.workspace(1)
+
+
+def test_layers_of_a_group_share_one_workspace_per_lane() -> None:
+    assert run_ranks(lanes, 1) == [True]
+
+
+# ---- hooks
+
+
+def test_hooks_run_between_launch_and_wait(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    def traced(self: Dispatcher, pending: Pending[Any], name: str) -> Pending[Any]:
+        def finish() -> Any:
+            events.append(f"{name} waited for")
+            return pending.wait()
+
+        events.append(f"{name} launched")
+        return Pending(finish, lambda: events.append(f"{name} hook"))
+
+    dispatch, combine = LocalDispatcher.dispatch_async, LocalDispatcher.combine_async
+    monkeypatch.setattr(
+        LocalDispatcher, "dispatch_async", lambda s, *a, **k: traced(s, dispatch(s, *a, **k), "dispatch")
+    )
+    monkeypatch.setattr(LocalDispatcher, "combine_async", lambda s, *a, **k: traced(s, combine(s, *a, **k), "combine"))
+    kernel, weights = local_kernel("reference", "standard", shared_experts_order="during")
+    compute = kernel._compute
+    kernel._compute = lambda *a: (events.append("experts"), compute(*a))[1]  # type: ignore[method-assign]
+    kernel(*batch_of(0, 1, "uneven", seed), weights, shared_experts=lambda: events.append("shared"))  # type: ignore[arg-type,return-value]
+    assert events == [
+        *("dispatch launched", "dispatch hook", "dispatch waited for", "experts"),
+        *("combine launched", "shared", "combine hook", "combine waited for"),
+    ]
+
+
+def hooked(rank: int, ranks: int, seed: int) -> list[bool]:
+    ep = EPGroup(timeout=60)
+    same = []
+    for name in DISPATCHERS:
+        if name == "local":
+            continue
+        kernel, weights = make_kernel(rank, ranks, name, "reference", "standard", ep)
+        x, ids, p = batch_of(rank, ranks, "uneven", seed)
+        want = kernel(x, ids, p, weights).routed
+        pending = kernel.dispatcher.dispatch_async(x, ids, p)
+        assert pending.hook is not None
+        pending.hook()
+        pending.hook()  # as often as one likes
+        rows = pending.wait()
+        returning = kernel.dispatcher.combine_async(kernel.experts.output(rows, weights), rows.handle)
+        assert returning.hook is not None
+        returning.hook()
+        same.append(torch.equal(returning.wait(), want))
+    return same
+
+
+def test_every_asynchronous_dispatcher_has_hooks_that_change_nothing(seed: int) -> None:
+    assert run_ranks(hooked, 2, args=(seed,), timeout=60) == [[True] * (len(DISPATCHERS) - 1)] * 2
+
+
+# ---- what goes with what
+
+
+def test_every_combination_works_or_is_refused_with_a_reason_and_a_way_out() -> None:
+    kernel, _ = local_kernel("reference", "standard")
+    d = kernel.dispatcher
+    assert len(combinations()) == len(DISPATCHERS) * len(EXPERTS) * len(LAYOUTS)
+    refused = 0
+    for dispatcher, experts, layout, reason in combinations():
+        parts = object.__new__(DISPATCHERS[dispatcher])  # no process group: only its declarations are asked
+        Dispatcher.__init__(parts, None, d.owner, d.expert_map, d.num_local, layer="blocks.1")
+        made = EXPERTS[experts](kernel.experts.spec)
+        if reason is None:
+            MoEKernel(parts, made, layout=layout)
+            continue
+        refused += 1
+        assert f"experts={experts!r}" in reason or f"experts {experts!r}" in reason
+        with pytest.raises(ValueError, match="use |choose ") as caught:
+            MoEKernel(parts, made, layout=layout)
+        assert str(caught.value) == reason
+    assert refused > 0
+
+
+def test_experts_declare_what_they_are() -> None:
+    for name, cls in EXPERTS.items():
+        assert issubclass(cls, Experts) and set(cls.layouts) <= set(LAYOUTS), name
+        assert all(layout in cls.weight_and_reduce for layout in cls.layouts), name
+        assert set(cls.row_schemes) <= {None, *ROW_SCHEMES}, name
