@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import torch
+
 from epmoe.dispatch import DISPATCHERS
 from epmoe.dispatch.base import Dispatcher
 from epmoe.experts import EXPERTS
@@ -72,3 +74,18 @@ def experts_table() -> list[dict[str, Any]]:
         }
         for e in EXPERTS.values()
     ]
+
+
+def as_dict() -> dict[str, Any]:
+    """All three tables, of plain data: what `epmoe doctor --capabilities --json` prints."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return str(value).removeprefix("torch.")
+        return list(value) if isinstance(value, tuple) else value
+
+    return {
+        "dispatchers": [{key: plain(value) for key, value in row.items()} for row in dispatcher_table()],
+        "experts": [{key: plain(value) for key, value in row.items()} for row in experts_table()],
+        "combinations": [c._asdict() for c in combinations()],
+    }

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from epmoe.comm.memory import Buffer, MemoryPlan, Step, buffer
+from epmoe.comm.memory import STEPS, Buffer, MemoryPlan, Step, buffer
 from epmoe.comm.workspace import Workspace
 from epmoe.dispatch.base import Dispatcher, Traffic
 from epmoe.experts.base import Experts
@@ -57,26 +55,25 @@ def plan_forward(
             f"experts={experts.name!r} allocate as they go, in sizes that depend on the routing: memory_plan needs "
             "experts='grouped' or 'batched'"
         )
-    two: tuple[Step, ...] = ("experts", "combine")  # combine reads workspace13
+    chunked = rows < moved.received
+    # combine reads workspace13, unless parts have been reduced before it
+    read: tuple[Step, ...] = ("experts",) if chunked else ("experts", "combine")
     index_of = (pairs,) if layout == "standard" else (rows, top_k)
     buffers += [
-        buffer("rows in expert order", index_of, torch.int32, *two),
-        buffer("places of pairs", (rows, top_k), torch.int32, *two),
+        buffer("rows in expert order", index_of, torch.int32, *read),
+        buffer("places of pairs", (rows, top_k), torch.int32, *read),
     ]
     if workspace is not None:
-        buffers.append(
-            Buffer(
-                workspace.name,
-                max(workspace.nbytes, shapes.workspace13.nbytes + shapes.workspace2.nbytes),
-                ("dispatch", "experts", "combine", "sum"),
-            )
-        )
+        held = max(workspace.nbytes, shapes.workspace13.nbytes + shapes.workspace2.nbytes)
+        buffers.append(Buffer(workspace.name, held, STEPS))
     else:
         buffers += [
-            Buffer("workspace13", shapes.workspace13.nbytes, two),
+            Buffer("workspace13", shapes.workspace13.nbytes, read),
             Buffer("workspace2", shapes.workspace2.nbytes, ("experts",)),
         ]
-    if chunk_tokens is not None and rows < moved.received:
-        parts = math.ceil(moved.received / rows)
-        buffers.append(buffer(f"reduced rows of {parts} parts", (moved.received, width), dtype, *two))
+    if chunked:
+        buffers += [
+            buffer("reduced rows of the other parts", (moved.received - rows, width), dtype, "experts"),
+            buffer("reduced rows of all parts", (moved.received, width), dtype, "combine"),
+        ]
     return MemoryPlan(tuple(buffers))

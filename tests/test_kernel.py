@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from epmoe import (
-    DISPATCHERS,
+    EXPERTS,
     Activation,
     EPGroup,
     ExpertPlacement,
@@ -20,17 +20,17 @@ from epmoe import (
     make_dispatcher,
     select_experts,
 )
+from epmoe.capabilities import combinations
 from epmoe.dispatch.base import Pending
 from epmoe.experts import EXPERTS_BY_LAYOUT
 from epmoe.testing import RankFailed, poisoned_empty, run_ranks
 from tests import naive
 
 E, K, H, I, CAP = 7, 2, 16, 24, 9
-COMBINATIONS = [
-    (dispatcher, experts, layout)
-    for dispatcher in DISPATCHERS
-    for layout, kinds in EXPERTS_BY_LAYOUT.items()
-    for experts in kinds
+COMBINATIONS = [  # monolithic experts take logits: see tests/experts/test_monolithic.py
+    (c.dispatcher, c.experts, c.layout)
+    for c in combinations()
+    if c.refusal is None and not EXPERTS[c.experts].monolithic
 ]
 SITUATIONS = ["a rank without tokens", "one token each", "all to one rank", "no experts at all", "uneven"]
 

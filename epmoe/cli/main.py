@@ -20,6 +20,9 @@ def doctor(
     ranks: Annotated[int, typer.Option(min=1, max=64, help="Processes to try the dispatchers with.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print the same report as JSON.")] = False,
     timeout: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds that one trial may take.")] = 60.0,
+    capabilities: Annotated[
+        bool, typer.Option("--capabilities", help="Print what goes with what, and why not where not; try nothing.")
+    ] = False,
 ) -> None:
     """Say what this machine can run, and what stands in the way.
 
@@ -29,8 +32,16 @@ def doctor(
     from rich.console import Console
 
     from epmoe.cli.doctor import examine
-    from epmoe.cli.render import render
+    from epmoe.cli.render import render, render_capabilities
 
+    if capabilities:
+        from epmoe.capabilities import as_dict
+
+        if as_json:
+            typer.echo(json.dumps(as_dict(), indent=2))
+        else:
+            render_capabilities(as_dict(), Console(highlight=False))
+        return
     interactive = sys.stderr.isatty()
     progress = Console(stderr=True, highlight=False)
     report = examine(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import types
@@ -10,6 +11,8 @@ from typer.testing import CliRunner
 
 import epmoe
 from epmoe.cli.main import app
+from epmoe.dispatch import DISPATCHERS
+from epmoe.experts import EXPERTS
 
 
 def run(*args: str) -> tuple[int, str]:
@@ -53,3 +56,16 @@ def test_bench_gets_its_whole_command_line_in_order(monkeypatch: pytest.MonkeyPa
 def test_the_module_runs_as_a_command() -> None:
     done = subprocess.run([sys.executable, "-m", "epmoe", "version"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, epmoe.__version__ + "\n"), done.stderr
+
+
+def test_capabilities_are_printed_without_trying_anything_and_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, printed = run("doctor", "--capabilities", "--json")
+    tables = json.loads(printed)
+    assert code == 0
+    assert {row["dispatcher"] for row in tables["dispatchers"]} == set(DISPATCHERS)
+    assert {row["experts"] for row in tables["experts"]} == set(EXPERTS)
+    assert any(pair["refusal"] for pair in tables["combinations"])
+    monkeypatch.setenv("COLUMNS", "200")
+    _, text = run("doctor", "--capabilities")
+    for name in (*DISPATCHERS, *EXPERTS, "works together", "refused", "choose a pair that fits"):
+        assert name in text

@@ -1,0 +1,132 @@
+"""`MoEKernel.memory_plan`: what it foresees is what the allocator sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from epmoe import (
+    Activation,
+    EPGroup,
+    ExpertPlacement,
+    ExpertsSpec,
+    ExpertWeights,
+    MoEKernel,
+    make_dispatcher,
+    select_experts,
+)
+from epmoe.comm.memory import MemoryPlan, buffer
+from epmoe.comm.workspace import Workspace
+from epmoe.dispatch.base import Traffic
+from epmoe.testing import run_ranks
+from tests.test_kernel import K, local_kernel, make_kernel
+
+
+def test_the_peak_is_the_step_that_holds_most() -> None:
+    plan = MemoryPlan(
+        (
+            buffer("a", (1000,), torch.uint8, "dispatch", "experts"),
+            buffer("b", (3, 100), torch.float32, "experts"),
+            buffer("c", (5000,), torch.uint8, "sum"),
+            buffer("d", (1,), torch.int64),
+        )
+    )
+    assert [plan.during(step) for step in ("dispatch", "experts", "combine", "sum")] == [1536, 3072, 512, 5632]
+    assert plan.peak == 5632
+    for line in ("a (dispatch, experts)", "in all during sum", "peak"):
+        assert line in str(plan)
+
+
+def test_experts_that_plan_nothing_are_named() -> None:
+    kernel, _ = local_kernel("reference", "standard")
+    with pytest.raises(ValueError, match="experts='reference' allocate as they go.*'grouped' or 'batched'"):
+        kernel.memory_plan(8, K)
+
+
+def plans(rank: int, ranks: int) -> list[tuple[str, int, int, int]]:
+    ep = EPGroup()
+    found = []
+    for name in ("all_gather", "all_to_all", "all_to_all_fixed"):
+        kernel, _ = make_kernel(rank, ranks, name, "grouped", "standard", ep)
+        bound, moved = kernel.memory_plan(8, K), kernel.memory_plan(8, K, traffic=Traffic(9, 9, 12))
+        quantized, _ = make_kernel(rank, ranks, name, "grouped", "standard", ep, dispatch_scheme="fp8_row")
+        found.append((name, bound.peak, moved.peak, quantized.memory_plan(8, K).during("dispatch")))
+        assert {"rows received", "workspace of group"} <= {b.name.split(" '")[0] for b in bound.buffers}
+        assert moved.peak <= bound.peak
+    return found
+
+
+def test_every_collective_dispatcher_plans_a_bound_that_known_traffic_stays_below() -> None:
+    for found in run_ranks(plans, 2):
+        assert all(0 < peak for _, peak, _, _ in found)
+
+
+# ---- against the allocator
+
+
+def gpu_kernel(rank: int, ranks: int, dispatcher: str, experts: str, layout: str, tokens: int, **options: Any) -> Any:
+    h, i, e, k = 2048, 768, 32, 4
+    ep = EPGroup() if ranks > 1 else None
+    placement = ExpertPlacement.contiguous(e, ranks)
+    moves = make_dispatcher(dispatcher, ep, placement, "cuda", max_tokens_per_rank=tokens)
+    spec = ExpertsSpec(Activation(), h, i, torch.bfloat16, torch.device("cuda"))
+    kernel = MoEKernel(moves, select_experts(spec, experts, layout).experts, layout=layout, **options)
+    local = placement.num_local(rank)
+    w1 = torch.randn(local, 2 * i, h, device="cuda", dtype=torch.bfloat16)
+    weights = ExpertWeights(w1, torch.randn(local, h, i, device="cuda", dtype=torch.bfloat16))
+    x = torch.randn(tokens, h, device="cuda", dtype=torch.bfloat16)
+    ids = torch.rand(tokens, e, device="cuda").argsort(1)[:, :k].int()
+    return kernel, (x, ids, torch.rand(tokens, k, device="cuda"), weights)
+
+
+def planned_and_measured(
+    rank: int, ranks: int, dispatcher: str, experts: str, layout: str, planned: bool, options: dict[str, Any]
+) -> tuple[int, int]:
+    tokens = 4096
+    kernel, args = gpu_kernel(rank, ranks, dispatcher, experts, layout, tokens, **options)
+    with torch.no_grad():
+        kernel.workspace = None
+        handle = kernel(*args).layout  # compiles
+        traffic = None
+        if dispatcher == "all_to_all":
+            traffic = Traffic(handle.send_index.shape[0], handle.num_rows, handle.max_assignments)
+        kernel.workspace = Workspace(torch.device("cuda")) if planned else None
+        del handle
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        plan = kernel.memory_plan(tokens, args[1].shape[1], traffic=traffic)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out = kernel(*args)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        del out
+    return plan.peak, peak
+
+
+CASES = [
+    ("grouped", "standard", {}),
+    ("batched", "batched", {"expert_capacity": 1024}),
+    ("grouped", "standard", {"chunk_tokens": 1024}),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize(("experts", "layout", "options"), CASES)
+def test_the_predicted_peak_is_the_allocators_on_one_gpu(
+    experts: str, layout: str, options: dict[str, Any], planned: bool
+) -> None:
+    args = ("local", experts, layout, planned, options)
+    ((plan, peak),) = run_ranks(planned_and_measured, 1, args=args, backend="nccl", timeout=120)
+    assert abs(plan - peak) <= 0.04 * peak, (plan, peak)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_to_all_fixed"])
+def test_the_predicted_peak_is_the_allocators_on_two_gpus(dispatcher: str) -> None:
+    args = (dispatcher, "grouped", "standard", True, {})
+    for plan, peak in run_ranks(planned_and_measured, 2, args=args, backend="nccl", timeout=120):
+        assert abs(plan - peak) <= 0.04 * peak, (plan, peak)
