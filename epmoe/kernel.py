@@ -28,7 +28,7 @@ from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
 from epmoe.experts.base import Experts, ExpertWeights
 from epmoe.experts.lora import validate_adapters
 from epmoe.memory import plan_forward
-from epmoe.quant.rows import QuantizedRows, quantize_rows, scales_per_row
+from epmoe.quant.rows import QuantizedRows, scales_per_row
 from epmoe.router import route, validate_routing
 
 SHARED_EXPERTS_ORDERS = ("auto", "before", "during", "after")
@@ -171,7 +171,12 @@ class MoEKernel:
         shared = shared_experts() if shared_experts is not None and order == "before" else None
 
         arriving = self.dispatcher.dispatch_async(
-            self._to_send(x), self._ids_as_wanted(topk_ids), topk_weights, layout=layout, adapter_ids=adapter_ids
+            x,
+            self._ids_as_wanted(topk_ids),
+            topk_weights,
+            layout=layout,
+            adapter_ids=adapter_ids,
+            scheme=self._scheme_for(x),
         )
         rows = _arrived(arriving)
         handle = rows.handle
@@ -246,15 +251,14 @@ class MoEKernel:
             traffic=traffic,
         )
 
-    def _to_send(self, x: Tensor | QuantizedRows) -> Tensor | QuantizedRows:
-        if self.dispatch_scheme is None or isinstance(x, QuantizedRows):
-            return x
-        if torch.is_grad_enabled() and x.requires_grad:
+    def _scheme_for(self, x: Tensor | QuantizedRows) -> str | None:
+        scheme = self.dispatch_scheme
+        if scheme is not None and not isinstance(x, QuantizedRows) and torch.is_grad_enabled() and x.requires_grad:
             raise ValueError(
-                f"dispatch_scheme={self.dispatch_scheme!r} with an x that needs a gradient: none flows through "
-                "quantized rows; use torch.no_grad(), or dispatch_scheme=None in training"
+                f"dispatch_scheme={scheme!r} with an x that needs a gradient: none flows through quantized rows; use "
+                "torch.no_grad(), or dispatch_scheme=None in training"
             )
-        return quantize_rows(x, self.dispatch_scheme)
+        return scheme
 
     def _ids_as_wanted(self, topk_ids: Tensor) -> Tensor:
         wanted = self.dispatcher.capabilities.topk_ids_dtype

@@ -220,6 +220,7 @@ class Dispatcher(ABC):
         *,
         layout: Layout | None = None,
         adapter_ids: Tensor | None = None,
+        scheme: str | None = None,
     ) -> Pending[ExpertInput]:
         """Launches `x [M, H]` and its routing towards the owners.
 
@@ -228,6 +229,7 @@ class Dispatcher(ABC):
                 they are. No gradient reaches quantized rows.
             layout: reuses one made for the same ids.
             adapter_ids: `[M]` int32, travels with each row.
+            scheme: quantize x before it is sent, or on its way; see `quant.rows`. No gradient reaches x then.
         """
 
     @abstractmethod
@@ -274,9 +276,11 @@ class Dispatcher(ABC):
         *,
         layout: Layout | None = None,
         adapter_ids: Tensor | None = None,
+        scheme: str | None = None,
     ) -> ExpertInput:
         """`dispatch_async(...).wait()`."""
-        return self.dispatch_async(x, topk_ids, topk_weights, layout=layout, adapter_ids=adapter_ids).wait()
+        pending = self.dispatch_async(x, topk_ids, topk_weights, layout=layout, adapter_ids=adapter_ids, scheme=scheme)
+        return pending.wait()
 
     def combine(self, rows: Tensor | ExpertOutput, handle: Layout, *, out: Tensor | None = None) -> Tensor:
         """`combine_async(...).wait()`."""

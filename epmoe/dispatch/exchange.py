@@ -29,7 +29,7 @@ from epmoe.dispatch.base import Dispatcher, ExpertInput, Layout, Pending, Traffi
 from epmoe.dispatch.reduce import ExpertOutput
 from epmoe.ops.gather_sum import gather_sum
 from epmoe.ops.pack_rows import pack_rows, row_layout, unpack_rows
-from epmoe.quant.rows import QuantizedRows
+from epmoe.quant.rows import QuantizedRows, quantized
 
 
 class Rows(NamedTuple):
@@ -270,7 +270,9 @@ class ExchangeDispatcher(Dispatcher):
         *,
         layout: Layout | None = None,
         adapter_ids: Tensor | None = None,
+        scheme: str | None = None,
     ) -> Pending[ExpertInput]:
+        x = quantized(x, scheme)
         self.check(x, topk_ids, topk_weights, adapter_ids)
         values, ids, extras = Extras.join(topk_ids, adapter_ids, x)
         compiling = torch.compiler.is_compiling()

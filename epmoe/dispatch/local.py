@@ -6,7 +6,7 @@ from torch import Tensor
 
 from epmoe.dispatch.base import Dispatcher, DispatcherCapabilities, ExpertInput, Layout, Pending, Traffic
 from epmoe.dispatch.reduce import ExpertOutput
-from epmoe.quant.rows import QuantizedRows
+from epmoe.quant.rows import QuantizedRows, quantized
 
 
 class LocalDispatcher(Dispatcher):
@@ -27,16 +27,18 @@ class LocalDispatcher(Dispatcher):
         *,
         layout: Layout | None = None,
         adapter_ids: Tensor | None = None,
+        scheme: str | None = None,
     ) -> Pending[ExpertInput]:
+        x = quantized(x, scheme)
         self.check(x, topk_ids, topk_weights, adapter_ids)
-        values, scales, scheme = (x.values, x.scales, x.scheme) if isinstance(x, QuantizedRows) else (x, None, None)
+        values, scales, sent_as = (x.values, x.scales, x.scheme) if isinstance(x, QuantizedRows) else (x, None, None)
         rows = self.expert_input(
             values,
             topk_ids,
             topk_weights,
             layout or self.make_layout(topk_ids),
             x_scale=scales,
-            scheme=scheme,
+            scheme=sent_as,
             adapter_ids=adapter_ids,
         )
         return Pending.done(rows)

@@ -94,6 +94,11 @@ def quantize_rows(x: Tensor, scheme: str) -> QuantizedRows:
     return QuantizedRows(values.view(x.shape), scales.view(*lead, scales.shape[-1]), scheme)
 
 
+def quantized(x: Tensor | QuantizedRows, scheme: str | None) -> Tensor | QuantizedRows:
+    """x as `scheme` wants it; as it is without one, or where it has been quantized already."""
+    return x if scheme is None or isinstance(x, QuantizedRows) else quantize_rows(x, scheme)
+
+
 def dequantize_rows(q: QuantizedRows, dtype: torch.dtype) -> Tensor:
     """values · scale as `[..., H]` of `dtype`, multiplied in float32 (float64 for float64), in plain torch."""
     wide = torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,119 @@
+"""Quantized expert weights: eight-bit values beside their scales.
+
+    scheme      values                     scales
+    fp8_block   [L, N, K] float8_e4m3fn    [L, ceil(N / 128), ceil(K / 128)], one per 128 × 128 block, edges partial
+    fp8_row     [L, N, K] float8_e4m3fn    [L, N], one per output channel
+
+L local experts, N output channels (2I for gate and up rows together), K what is summed over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from epmoe.ops.quantize import SCALE_BLOCK, SMALLEST_SCALE, quantize, row_format
+
+WEIGHT_SCHEMES = ("fp8_block", "fp8_row")
+
+
+def weight_scale_shape(shape: tuple[int, ...], scheme: str) -> tuple[int, ...]:
+    """Shape of the scales of weights of `shape` [L, N, K].
+
+    Raises:
+        ValueError: an unknown scheme.
+    """
+    if scheme not in WEIGHT_SCHEMES:
+        raise ValueError(f"scheme={scheme!r}: must be one of {', '.join(WEIGHT_SCHEMES)}")
+    num_local, n, k = shape
+    return (num_local, -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)) if scheme == "fp8_block" else (num_local, n)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedWeights:
+    """Weights whose numbers are values · scale.
+
+    Attributes:
+        values: `[L, N, K]` float8_e4m3fn.
+        scales: float32 on the same device, of the shape that `scheme` says.
+        scheme: one of `WEIGHT_SCHEMES`.
+
+    Raises:
+        ValueError: these do not fit each other, naming the one that does not.
+    """
+
+    values: Tensor
+    scales: Tensor
+    scheme: str
+
+    def __post_init__(self) -> None:
+        values, scales = self.values, self.scales
+        if self.scheme not in WEIGHT_SCHEMES:
+            raise ValueError(f"QuantizedWeights.scheme={self.scheme!r}: must be one of {', '.join(WEIGHT_SCHEMES)}")
+        dtype = row_format(self.scheme).dtype
+        if values.dim() != 3 or values.dtype != dtype:
+            raise ValueError(
+                f"QuantizedWeights.values is {values.dtype} {tuple(values.shape)}: must be {dtype} [L, N, K] for "
+                f"scheme={self.scheme!r}"
+            )
+        right = weight_scale_shape(tuple(values.shape), self.scheme)
+        if tuple(scales.shape) != right or scales.dtype != torch.float32:
+            raise ValueError(
+                f"QuantizedWeights.scales is {scales.dtype} {tuple(scales.shape)}: must be torch.float32 {right} for "
+                f"scheme={self.scheme!r}"
+            )
+        if scales.device != values.device:
+            raise ValueError(f"QuantizedWeights.scales is on {scales.device}: must be on {values.device}, as the values")
+
+
+def quantize_weights(w: Tensor, scheme: str) -> QuantizedWeights:
+    """`w [L, N, K]` (floating, dense along K) as values and scales, by the rules of `quantize_rows`; one expert at a
+    time, so that it needs little memory beside them. Not differentiable.
+
+    Raises:
+        ValueError: an unknown scheme, or a w that is not that.
+    """
+    if w.dim() != 3 or not w.is_floating_point() or w.dtype.itemsize < 2:
+        raise ValueError(f"w is {w.dtype} {tuple(w.shape)}: must be float16, bfloat16, float32 or float64 [L, N, K]")
+    shape = weight_scale_shape(tuple(w.shape), scheme)
+    values = w.new_empty(w.shape, dtype=row_format(scheme).dtype)
+    scales = w.new_empty(shape, dtype=torch.float32)
+    for e in range(w.shape[0]):
+        if scheme == "fp8_block":
+            own, scale = _quantize_blocks(w[e].detach())
+        else:
+            own, scale = quantize(w[e].detach(), scheme)
+            scale = scale[:, 0]
+        values[e].copy_(own)
+        scales[e].copy_(scale)
+    return QuantizedWeights(values, scales, scheme)
+
+
+def _quantize_blocks(w: Tensor) -> tuple[Tensor, Tensor]:
+    """One expert's `[N, K]`: values, and scales `[ceil(N / 128), ceil(K / 128)]`."""
+    n, k = w.shape
+    tall, wide = -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)
+    padded = F.pad(w.float(), (0, wide * SCALE_BLOCK - k, 0, tall * SCALE_BLOCK - n))
+    blocks = padded.view(tall, SCALE_BLOCK, wide, SCALE_BLOCK)
+    largest = row_format("fp8_block").largest
+    amax = blocks.abs().amax((1, 3))
+    finite = amax.isfinite()
+    scale = torch.where(amax == 0, 1.0, (torch.where(finite, amax, 0) * (1.0 / largest)).clamp_min(SMALLEST_SCALE))
+    scaled = torch.where(finite[:, None, :, None], blocks * (1.0 / scale)[:, None, :, None], 0)
+    values = scaled.clamp(-largest, largest).to(torch.float8_e4m3fn)
+    return values.view(padded.shape)[:n, :k], torch.where(finite, scale, torch.nan)
+
+
+def dequantize_weights(q: QuantizedWeights, dtype: torch.dtype) -> Tensor:
+    """values · scale as `[L, N, K]` of `dtype`, multiplied in float32 (float64 for float64)."""
+    precise = torch.promote_types(dtype, torch.float32)
+    scales = q.scales.to(precise)
+    if q.scheme == "fp8_block":
+        n, k = q.values.shape[1:]
+        scales = scales.repeat_interleave(SCALE_BLOCK, 1)[:, :n].repeat_interleave(SCALE_BLOCK, 2)[:, :, :k]
+    else:
+        scales = scales[:, :, None]
+    return (q.values.to(precise) * scales).to(dtype)
