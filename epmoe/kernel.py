@@ -28,6 +28,7 @@ from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
 from epmoe.experts.base import Experts, ExpertWeights
 from epmoe.experts.lora import validate_adapters
 from epmoe.memory import plan_forward
+from epmoe.overlap.microbatch import current_microbatch
 from epmoe.quant.rows import QuantizedRows, scales_per_row
 from epmoe.router import route, validate_routing
 
@@ -116,6 +117,7 @@ class MoEKernel:
         self.chunk_tokens = expert_capacity if overflow == "chunk" else chunk_tokens
         self.shared_experts_order = shared_experts_order
         self.workspace = dispatcher.ep.workspace() if workspace is None and dispatcher.ep is not None else workspace
+        self._shares_workspace = workspace is None
         self.validate = os.environ.get("EPMOE_VALIDATE", "0") not in ("", "0") if validate is None else validate
 
     @property
@@ -285,6 +287,14 @@ class MoEKernel:
             )
         return to
 
+    def _scratch(self) -> Workspace | None:
+        """The workspace of the lane that is running; each microbatch has its own."""
+        microbatch = current_microbatch()
+        if microbatch is None or microbatch.index == 0 or self.workspace is None:
+            return self.workspace
+        ep = self.dispatcher.ep
+        return ep.workspace(microbatch.index) if ep is not None and self._shares_workspace else None
+
     def _compute(self, rows: ExpertInput, weights: ExpertWeights) -> ExpertOutput:
         """This rank's experts on the rows received, at most `chunk_tokens` at a time."""
         size = self.chunk_tokens
@@ -299,15 +309,18 @@ class MoEKernel:
             rows = rows.dequantized(spec.dtype)
         delegate = self.dispatcher.capabilities.reduces and self.chunk_tokens is None
         if self.layout == "standard":
-            return experts.output(rows, weights, delegate=delegate, workspace=self.workspace)
+            return experts.output(rows, weights, delegate=delegate, workspace=self._scratch())
         made = batch(rows, self.overflow.capacity or rows.x.shape[0], with_weights=spec.weight_on_input)
         self.overflow.record(made.overflow)
-        return experts.output(made.rows, weights, delegate=delegate, workspace=self.workspace)
+        return experts.output(made.rows, weights, delegate=delegate, workspace=self._scratch())
 
 
 def _arrived(pending: Pending[Any]) -> Any:
-    """Between launch and wait: the light half first, as a scheduler would, then the rest."""
-    if pending.hook is not None:
+    """What was launched, once it is here: other microbatches run first, or else the hook."""
+    microbatch = current_microbatch()
+    if microbatch is not None:
+        microbatch.let_others_run()
+    elif pending.hook is not None:
         pending.hook()
     return pending.wait()
 

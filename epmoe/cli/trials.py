@@ -20,10 +20,14 @@ from torch.nn import functional as F
 
 from epmoe.cli.finding import Finding
 from epmoe.comm import EPGroup
-from epmoe.config import Activation, MoEConfig
-from epmoe.experts import EXPERTS, ExpertsSpec
+from epmoe.config import Activation, MoEConfig, RouterConfig
+from epmoe.dispatch import make_dispatcher
+from epmoe.experts import EXPERTS, ExpertsSpec, ExpertWeights
+from epmoe.kernel import MoEKernel
 from epmoe.layer import MoELayer
 from epmoe.ops._triton import HAVE_TRITON, jit, tl
+from epmoe.placement import ExpertPlacement
+from epmoe.router import route
 from epmoe.testing import RankFailed, RanksTimedOut, run_ranks
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K = 64, 32, 8, 2
@@ -148,6 +152,8 @@ def layer_is_right(rank: int, world_size: int, dispatcher: str, experts: str, dt
     spec = ExpertsSpec(Activation(), HIDDEN, INTERMEDIATE, kind, on)
     if (reason := EXPERTS[experts].refusal(spec)) is not None:
         return Refusal(reason)
+    if EXPERTS[experts].monolithic:
+        return _monolithic_is_right(experts, spec)
     started = time.monotonic()
 
     tokens = [5 + 3 * r for r in range(world_size)]
@@ -196,6 +202,31 @@ def layer_is_right(rank: int, world_size: int, dispatcher: str, experts: str, dt
         "the gradient of gate_up_proj": (layer.gate_up_proj.grad, exact["gate_up_proj"].grad[owned]),
         "the gradient of down_proj": (layer.down_proj.grad, exact["down_proj"].grad[owned]),
     }
+    return f"right to {_largest_error(pairs, dtype):.0e}, {time.monotonic() - started:.2f} s"
+
+
+def _monolithic_is_right(experts: str, spec: ExpertsSpec) -> str:
+    """The same of experts that route for themselves: from router logits to the output, without a gradient."""
+    started = time.monotonic()
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(7, HIDDEN, generator=g).to(spec.dtype)
+    logits = torch.randn(7, NUM_EXPERTS, generator=g)
+    w1 = (torch.randn(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=g) * HIDDEN**-0.5).to(spec.dtype)
+    w2 = (torch.randn(NUM_EXPERTS, HIDDEN, INTERMEDIATE, generator=g) * INTERMEDIATE**-0.5).to(spec.dtype)
+    routing = route(logits, RouterConfig(), TOP_K)
+    want = reference(x.double(), routing.topk_ids, routing.topk_weights.double(), w1.double(), w2.double())
+    dispatcher = make_dispatcher("local", None, ExpertPlacement.contiguous(NUM_EXPERTS, 1), spec.device)
+    kernel = MoEKernel(dispatcher, EXPERTS[experts](spec))
+    on = spec.device
+    with torch.no_grad():
+        weights = ExpertWeights(w1.to(on), w2.to(on))
+        out = kernel.from_logits(x.to(on), logits.to(on), weights, router=RouterConfig(), top_k=TOP_K).routed
+    error = _largest_error({"the output": (out, want)}, str(spec.dtype).removeprefix("torch."))
+    return f"right to {error:.0e}, {time.monotonic() - started:.2f} s"
+
+
+def _largest_error(pairs: Mapping[str, tuple[Tensor | None, Tensor]], dtype: str) -> float:
+    """Of what a trial gave against what is right; raises `WrongResult` where it is more than rounding."""
     largest = 0.0
     for name, (got, right) in pairs.items():
         if got is None:
@@ -204,7 +235,7 @@ def layer_is_right(rank: int, world_size: int, dispatcher: str, experts: str, dt
         if not error <= TOLERANCE[dtype]:  # also when it is NaN
             raise WrongResult(f"{name} is off by {error:.1e} against float64, where {TOLERANCE[dtype]:.0e} is rounding")
         largest = max(largest, error)
-    return f"right to {largest:.0e}, {time.monotonic() - started:.2f} s"
+    return largest
 
 
 @jit

@@ -3,6 +3,7 @@
 from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights, ProblemSize, moe_problem_size
 from epmoe.experts.batched import BatchedExperts
 from epmoe.experts.grouped import GroupedExperts
+from epmoe.experts.monolithic import MonolithicExperts
 from epmoe.experts.reference import ReferenceExperts
 from epmoe.experts.select import EXPERTS, EXPERTS_BY_LAYOUT, Candidate, Selection, select_experts, select_experts_impl
 from epmoe.experts.torch_grouped import TorchGroupedExperts
@@ -16,6 +17,7 @@ __all__ = [
     "Experts",
     "ExpertsSpec",
     "GroupedExperts",
+    "MonolithicExperts",
     "ProblemSize",
     "ReferenceExperts",
     "Selection",

@@ -34,6 +34,9 @@ from epmoe.ops.grouped_gemm import grouped_gemm, grouped_gemm_act
 from epmoe.ops.grouped_wgrad import grouped_wgrad
 from epmoe.ops.low_rank import add_low_rank, add_low_rank_act
 
+Place = tuple[Tensor | None, int]
+"""Where a row's operand lies: row index[n] // divisor, or row n without an index."""
+
 
 class SortedPairs(NamedTuple):
     """Attributes: `row_index [N]` and `slot [T, K]` as `align_rows` gives them; `local [T, K]` int32, each pair's local
@@ -59,8 +62,8 @@ def sort_pairs(rows: ExpertInput, lora: ExpertLora) -> SortedPairs:
     virtual = num_local * per_expert
     if virtual >= MAX_LOCAL:
         raise ValueError(
-            f"{num_local} local experts with {lora.num_adapters} adapters make {virtual} pairs of both: must be fewer than "
-            f"{MAX_LOCAL}; use fewer adapters, more ranks, or experts='reference'"
+            f"{num_local} local experts with {lora.num_adapters} adapters make {virtual} pairs of both: must be fewer "
+            f"than {MAX_LOCAL}; use fewer adapters, more ranks, or experts='reference'"
         )
     adapter = rows.adapter_ids
     adapter = torch.where((adapter >= 0) & (adapter < lora.num_adapters), adapter, -1)
@@ -116,15 +119,19 @@ class _LoraMLP(torch.autograd.Function):
         expected_m: int | None,
         spec: ExpertsSpec,
     ) -> Tensor:
-        n, k, experts, adapters = row_index.shape[0], slot.shape[1], (expert_start, expert_end), (adapter_start, adapter_end)
-        act = (spec.activation.name, spec.activation.alpha, spec.activation.limit)
+        experts, adapters = (expert_start, expert_end), (adapter_start, adapter_end)
+        n, k = row_index.shape[0], slot.shape[1]
+        activation = spec.activation
+        act = (activation.name, activation.alpha, activation.limit)
         few = _rows_per_adapter(expected_m, expert_start, adapter_start)
         on_input = p.contiguous().view(-1) if spec.weight_on_input else None
         scale_in = scale if on_input is None else scale * on_input
 
-        a, h = grouped_gemm_act(x, w1, b1, *experts, row_index, k, n, on_input, *act, True, expected_m=expected_m)
+        start, end = experts
+        a, h = grouped_gemm_act(x, w1, b1, start, end, row_index, k, n, on_input, *act, True, expected_m=expected_m)
         u1 = grouped_gemm(x, lora_a1, None, *adapters, row_index, k, n, False, expected_m=few)
-        add_low_rank_act(h, a, u1, lora_b1, *adapters, row_index, scale_in, *act, expected_m=few)
+        start, end = adapters
+        add_low_rank_act(h, a, u1, lora_b1, start, end, row_index, scale_in, *act, expected_m=few)
         y = grouped_gemm(a, w2, b2, *experts, None, 1, n, False, expected_m=expected_m)
         u2 = grouped_gemm(a, lora_a2, None, *adapters, None, 1, n, False, expected_m=few)
         add_low_rank(y, u2, lora_b2, *adapters, row_index, scale, False, expected_m=few)
@@ -139,20 +146,21 @@ class _LoraMLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        x, p, w1, w2, b2, lora_a1, lora_b1, lora_a2, lora_b2, h, u1, row_index, slot, local, scale, *segments = (
-            ctx.saved_tensors
-        )
+        x, p, w1, w2, b2, lora_a1, lora_b1, lora_a2, lora_b2, h, u1 = ctx.saved_tensors[:11]
+        row_index, slot, local, scale, expert_start, expert_end, adapter_start, adapter_end = ctx.saved_tensors[11:]
+        need_x, need_p, need_w1, need_w2, need_b1, need_b2 = ctx.needs_input_grad[:6]
+        need_lora_a1, need_lora_b1, need_lora_a2, need_lora_b2 = ctx.needs_input_grad[6:10]
         spec: ExpertsSpec = ctx.spec
-        need_x, need_p, need_w1, need_w2, need_b1, need_b2, need_a1, need_lb1, need_a2, need_lb2 = ctx.needs_input_grad[:10]
-        experts, adapters, n, k = tuple(segments[:2]), tuple(segments[2:]), row_index.shape[0], slot.shape[1]
         activation, expected_m = spec.activation, ctx.expected_m
-        few = _rows_per_adapter(expected_m, experts[0], adapters[0])
+        experts, adapters = (expert_start, expert_end), (adapter_start, adapter_end)
+        n, k = row_index.shape[0], slot.shape[1]
+        few = _rows_per_adapter(expected_m, expert_start, adapter_start)
         flat, dout = p.contiguous().view(-1), dout.contiguous()
         weight_in, weight_out = (flat, None) if spec.weight_on_input else (None, flat)
         scale_in = scale if weight_in is None else scale * weight_in
-        gathered, in_place = (row_index, k), (None, 1)
+        gathered, in_place = (row_index, k), (None, 1)  # with the token, or in sorted order
 
-        def low_rank(dy: Tensor, dy_at: Any, u: Tensor, u_at: Any, scale: Tensor, like: Tensor) -> Tensor:
+        def low_rank(dy: Tensor, dy_at: Place, u: Tensor, u_at: Place, scale: Tensor, like: Tensor) -> Tensor:
             """Σ scale · dy ⊗ u over the rows of each adapter."""
             return grouped_wgrad(
                 dy, u, *adapters, *dy_at, *u_at, scale, row_index, False, like.dtype, expected_m=few
@@ -165,28 +173,28 @@ class _LoraMLP(torch.autograd.Function):
             h, g, *experts, None if weight_out is None else row_index, weight_out,
             activation.name, activation.alpha, activation.limit,
         )  # fmt: skip
-        dw1 = dw2 = db1 = db2 = da1 = dlb1 = da2 = dlb2 = dx = None
-        if need_lb2:
+        dx = dw1 = dw2 = db1 = db2 = d_lora_a1 = d_lora_b1 = d_lora_a2 = d_lora_b2 = None
+        if need_lora_b2:
             u2 = grouped_gemm(weighted_a, lora_a2, None, *adapters, *in_place, n, False, expected_m=few)
-            dlb2 = low_rank(dout, gathered, u2, in_place, scale, lora_b2)
-        if need_a2:
-            da2 = low_rank(v2, in_place, weighted_a, in_place, scale, lora_a2)
+            d_lora_b2 = low_rank(dout, gathered, u2, in_place, scale, lora_b2)
+        if need_lora_a2:
+            d_lora_a2 = low_rank(v2, in_place, weighted_a, in_place, scale, lora_a2)
         if need_w2:
             dw2, _ = grouped_wgrad(
                 dout, weighted_a, *experts, *gathered, *in_place, None, None, False, w2.dtype, expected_m=expected_m
             )
         v1 = grouped_gemm(dh, lora_b1, None, *adapters, *in_place, n, True, expected_m=few)
-        if need_lb1:
-            dlb1 = low_rank(dh, in_place, u1, in_place, scale_in, lora_b1)
-        if need_a1:
-            da1 = low_rank(v1, in_place, x, gathered, scale_in, lora_a1)
+        if need_lora_b1:
+            d_lora_b1 = low_rank(dh, in_place, u1, in_place, scale_in, lora_b1)
+        if need_lora_a1:
+            d_lora_a1 = low_rank(v1, in_place, x, gathered, scale_in, lora_a1)
         if need_w1 or need_b1:
             on_input = (weight_in, None if weight_in is None else row_index)
             dw1, bias = grouped_wgrad(
                 dh, x, *experts, *in_place, *gathered, *on_input, need_b1, w1.dtype, expected_m=expected_m
             )
             db1 = bias if need_b1 else None
-        if need_x or (need_p and spec.weight_on_input):
+        if need_x or spec.weight_on_input:
             rows = grouped_gemm(dh, w1, None, *experts, *in_place, n, True, expected_m=expected_m)
             add_low_rank(rows, v1, lora_a1, *adapters, row_index, scale, True, expected_m=few)
             dx = gather_sum(rows, slot, p if spec.weight_on_input else None, x.dtype)
@@ -202,7 +210,8 @@ class _LoraMLP(torch.autograd.Function):
             db2 = grouped_wgrad(
                 dout, one, *experts, *gathered, *in_place, *on_output, False, b2.dtype, expected_m=expected_m
             )[0].squeeze(2)  # fmt: skip
-        return dx, dp.to(p.dtype), dw1, dw2, db1, db2, da1, dlb1, da2, dlb2, *[None] * 10
+        of_adapters = (d_lora_a1, d_lora_b1, d_lora_a2, d_lora_b2)
+        return dx, dp.to(p.dtype), dw1, dw2, db1, db2, *of_adapters, *[None] * 10
 
 
 def _rows_per_adapter(expected_m: int | None, expert_start: Tensor, adapter_start: Tensor) -> int | None:

@@ -1,7 +1,8 @@
 """`grouped`: the routed MLP by our Triton kernels: sort by expert, GEMM1 with bias and activation, GEMM2, reduce.
 
-Rows are gathered by index where they lie, forward and backward; only what backward needs is kept: the rows, the
-pre-activation and the sort. The gradient of the router weight falls out of the activation's backward, without a GEMM.
+The forward gathers rows by index where they lie, the backward copies them into expert order first; only what backward
+needs is kept: the rows, the pre-activation and the sort. The gradient of the router weight falls out of the
+activation's backward, without a GEMM.
 
 T rows, K experts per token, N (row, expert) pairs in expert order, H width, I intermediate size, L local experts.
 """

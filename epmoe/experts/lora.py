@@ -54,7 +54,11 @@ class ExpertLora:
     def to(self, dtype: torch.dtype) -> ExpertLora:
         """The same adapters in `dtype`, differentiably; the scaling stays float32."""
         return ExpertLora(
-            self.gate_up_a.to(dtype), self.gate_up_b.to(dtype), self.down_a.to(dtype), self.down_b.to(dtype), self.scaling
+            self.gate_up_a.to(dtype),
+            self.gate_up_b.to(dtype),
+            self.down_a.to(dtype),
+            self.down_b.to(dtype),
+            self.scaling,
         )
 
     def check(self, where: str, spec: ExpertsSpec, num_local: int, device: torch.device) -> None:
@@ -62,7 +66,7 @@ class ExpertLora:
         h, i = spec.hidden_size, spec.intermediate_size
         if self.scaling.dim() != 1 or self.scaling.shape[0] < 1 or self.scaling.dtype != torch.float32:
             raise ValueError(
-                f"{where}lora.scaling is {self.scaling.dtype} {tuple(self.scaling.shape)}: must be float32, one per adapter"
+                f"{where}lora.scaling is {self.scaling.dtype} {tuple(self.scaling.shape)}: must be float32 [A], A >= 1"
             )
         if self.gate_up_a.dim() != 4:
             raise ValueError(f"{where}lora.gate_up_a has shape {tuple(self.gate_up_a.shape)}: must be [L, A, R, H]")
@@ -76,9 +80,13 @@ class ExpertLora:
         for name, shape in expected.items():
             tensor: Tensor = getattr(self, name)
             if tuple(tensor.shape) != shape or rank < 1:
-                raise ValueError(f"{where}lora.{name} has shape {tuple(tensor.shape)}, must be {shape}, with R at least 1")
+                raise ValueError(
+                    f"{where}lora.{name} has shape {tuple(tensor.shape)}, must be {shape}, with R at least 1"
+                )
             if tensor.dtype != spec.dtype:
-                raise ValueError(f"{where}lora.{name} is {tensor.dtype} and the experts {spec.dtype}: convert with .to()")
+                raise ValueError(
+                    f"{where}lora.{name} is {tensor.dtype} and the experts {spec.dtype}: convert with .to()"
+                )
         for name in (*expected, "scaling"):
             if getattr(self, name).device != device:
                 raise ValueError(f"{where}lora.{name} is on {getattr(self, name).device}, the rows on {device}")
@@ -139,7 +147,9 @@ def merge_adapter(weights: ExpertWeights, adapter: int) -> ExpertWeights:
     lora = weights.lora
     if lora is None or not 0 <= adapter < lora.num_adapters:
         raise ValueError(
-            f"adapter={adapter}: must be in [0, {lora.num_adapters})" if lora else f"adapter={adapter}: there is no lora"
+            f"adapter={adapter}: must be in [0, {lora.num_adapters})"
+            if lora
+            else f"adapter={adapter}: there is no lora"
         )
 
     def merged(w: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -11,10 +11,17 @@ from epmoe.config import MoEConfig
 from epmoe.experts.base import Experts, ExpertsSpec
 from epmoe.experts.batched import BatchedExperts
 from epmoe.experts.grouped import GroupedExperts
+from epmoe.experts.monolithic import MonolithicExperts
 from epmoe.experts.reference import ReferenceExperts
 from epmoe.experts.torch_grouped import TorchGroupedExperts
 
-_KINDS: tuple[type[Experts], ...] = (GroupedExperts, TorchGroupedExperts, BatchedExperts, ReferenceExperts)
+_KINDS: tuple[type[Experts], ...] = (
+    GroupedExperts,
+    TorchGroupedExperts,
+    BatchedExperts,
+    ReferenceExperts,
+    MonolithicExperts,
+)
 EXPERTS = {cls.name: cls for cls in _KINDS}
 """Every kind of experts, by name."""
 EXPERTS_BY_LAYOUT = {

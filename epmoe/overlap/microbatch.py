@@ -1,0 +1,156 @@
+"""A microbatch: a greenlet with the thread state that torch code expects to be its own.
+
+Greenlets of one thread share what torch keeps per thread: grad mode, autocast, hooks on saved tensors, the current
+stream, random generators. A microbatch takes its own along through every switch. Context variables are kept apart by
+greenlet itself.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _autograd
+
+try:
+    import greenlet
+
+    _Base: Any = greenlet.greenlet
+    HAVE_GREENLET = True
+except ImportError:
+    _Base = object
+    HAVE_GREENLET = False
+
+
+_top_hooks = _autograd._top_saved_tensors_default_hooks
+_pop_hooks = _autograd._pop_saved_tensors_default_hooks
+_push_hooks = _autograd._push_saved_tensors_default_hooks
+
+
+class ThreadState:
+    """What torch keeps per thread and a microbatch may change, as it is when this is made.
+
+    Args:
+        device: whose autocast, stream and random generator count.
+        randomness: include the random generator; on CPU that costs a copy of its 5 kB.
+    """
+
+    __slots__ = ("autocast", "cached", "device", "dtype", "generator", "grad", "hooks", "kind", "stream")
+
+    def __init__(self, device: torch.device, randomness: bool) -> None:
+        self.device, self.kind = device, device.type
+        self._look(randomness)
+
+    def _look(self, randomness: bool) -> None:
+        kind = self.kind
+        self.grad = torch.is_grad_enabled()
+        self.autocast = torch.is_autocast_enabled(kind)
+        self.dtype = torch.get_autocast_dtype(kind)
+        self.cached = torch.is_autocast_cache_enabled()
+        self.stream = torch.cuda.current_stream(self.device) if kind == "cuda" else None
+        self.generator: Any = None
+        if randomness:
+            cuda = kind == "cuda"
+            self.generator = _cuda_generator(self.device).graphsafe_get_state() if cuda else torch.get_rng_state()
+        self.hooks: list[Any] | None = None
+        if _top_hooks(False) is not None:
+            self.hooks = _take_hooks()
+            _put_hooks(self.hooks)
+
+    def again(self, randomness: bool) -> ThreadState:
+        """The state as it is now, in place of what this was."""
+        self._look(randomness)
+        return self
+
+    def restore(self) -> None:
+        """Makes the thread what it was; what has not changed is left alone, since every switch passes here."""
+        kind = self.kind
+        if torch.is_grad_enabled() is not self.grad:
+            torch._C._set_grad_enabled(self.grad)
+        if torch.is_autocast_enabled(kind) is not self.autocast:
+            torch.set_autocast_enabled(kind, self.autocast)
+        if torch.get_autocast_dtype(kind) is not self.dtype:
+            torch.set_autocast_dtype(kind, self.dtype)
+        if torch.is_autocast_cache_enabled() is not self.cached:
+            torch.set_autocast_cache_enabled(self.cached)
+        if self.stream is not None and torch.cuda.current_stream(self.device) != self.stream:
+            torch.cuda.set_stream(self.stream)
+        if self.generator is not None:
+            if kind == "cuda":
+                _cuda_generator(self.device).graphsafe_set_state(self.generator)
+            else:
+                torch.set_rng_state(self.generator)
+        if self.hooks is not None or _top_hooks(False) is not None:
+            _take_hooks()
+            _put_hooks(self.hooks or [])
+
+    def with_seed(self, seed: int) -> ThreadState:
+        """The same, with a random generator of its own."""
+        made = copy.copy(self)
+        if self.kind == "cuda":
+            made.generator = _cuda_generator(self.device).clone_state()
+            made.generator.manual_seed(seed)
+        else:
+            made.generator = torch.Generator().manual_seed(seed).get_state()
+        return made
+
+
+def _take_hooks() -> list[Any]:
+    """All hooks on saved tensors, innermost first, off the thread's stack."""
+    hooks = []
+    while (top := _top_hooks(False)) is not None:
+        hooks.append(top)
+        _pop_hooks()
+    return hooks
+
+
+def _put_hooks(hooks: list[Any]) -> None:
+    for pack, unpack in reversed(hooks):
+        _push_hooks(pack, unpack)
+
+
+def _cuda_generator(device: torch.device) -> torch.Generator:
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return torch.cuda.default_generators[index]
+
+
+class Microbatch(_Base):  # type: ignore[misc]
+    """One part of a batch on its way through the caller's function.
+
+    Attributes:
+        index: its place in the batch, and the workspace lane that is its own.
+    """
+
+    def __init__(self, index: int, run: Callable[[], Any], state: ThreadState, randomness: bool) -> None:
+        super().__init__(run)
+        self.gr_context = contextvars.copy_context()
+        self.index = index
+        self.randomness = randomness
+        self.state = state
+
+    def resume(self) -> Any:
+        """Runs until it yields or ends; the thread's state is its own meanwhile. Called by the scheduler."""
+        self.state.restore()
+        return self.switch()
+
+    def let_others_run(self) -> None:
+        """Yields, called from inside: others run until this one is resumed."""
+        self.state.again(self.randomness)
+        self.parent.switch()
+
+
+def current_microbatch() -> Microbatch | None:
+    """The microbatch that is running, if any; none in a compiled graph, which can't yield."""
+    if not HAVE_GREENLET or torch.compiler.is_compiling():
+        return None
+    running = greenlet.getcurrent()
+    return running if isinstance(running, Microbatch) else None
+
+
+def rows_of(value: Any) -> int | None:
+    """Entries of the first dimension of a tensor that has one."""
+    return value.shape[0] if isinstance(value, Tensor) and value.dim() > 0 else None

@@ -1,0 +1,193 @@
+"""`run_microbatched`: parts of a batch take turns, so that one computes while another's rows are on their way.
+
+    microbatch 0   attention ─ dispatch launched ┄┄┄┄┄┄┄┄┄┄┄┄ experts ─ combine launched ┄┄┄┄┄┄┄┄┄┄┄
+    microbatch 1                                 attention ─ dispatch launched ┄┄┄┄┄┄┄┄ experts ─ …
+
+`MoEKernel` yields after launching a dispatch and after launching a combine (its shared experts first). All in one
+thread: an exception reaches the caller and ends the other microbatches. In training autograd replays the mirror image,
+since launch and wait are nodes of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from epmoe.comm import EPGroup
+from epmoe.overlap.microbatch import HAVE_GREENLET, Microbatch, ThreadState, current_microbatch, rows_of
+
+Phase = Literal["prefill", "decode"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MinTokens:
+    """Below so many tokens over all ranks a batch runs unsplit: there is too little to hide behind.
+
+    The defaults are where splitting a Qwen3-30B-like layer stops to pay on two H200.
+    """
+
+    prefill: int = 4096
+    decode: int = 512
+
+
+def run_microbatched(
+    fn: Callable[..., Any],
+    *inputs: Any,
+    num_microbatches: int = 2,
+    split: Sequence[int] | None = None,
+    merge: Callable[[list[Any]], Any] | None = None,
+    ep: EPGroup | None = None,
+    phase: Phase = "prefill",
+    min_tokens: MinTokens | int | None = None,
+    interleave: bool = True,
+    randomness: bool | None = None,
+) -> Any:
+    """`fn(*inputs)`, computed in parts of the batch that overlap each other's communication.
+
+    Args:
+        fn: any callable that contains `MoELayer`s: a block, a whole model. It must treat the entries of a batch apart.
+        inputs: tensors (and lists, tuples, dicts of them) are split along their first dimension, where it is the
+            batch's, that of the first tensor; all else goes to each part as it is.
+        num_microbatches: how many parts; the same on all ranks.
+        split: their sizes, summing to the batch; None: as equal as can be, the last ones may be empty.
+        merge: joins the parts' results; None: tensors are concatenated along their first dimension.
+        ep: agree with its ranks before running: that all split into as many parts, and whether the batch is worth it.
+            One small exchange that the host waits for; skipped while a CUDA graph is captured. None: nobody is asked,
+            and `min_tokens` counts this rank's tokens.
+        phase: which of `min_tokens` counts.
+        min_tokens: see `MinTokens`; a number serves both phases; None: always split.
+        interleave: False runs the parts one after another: the same bits, nothing overlaps.
+        randomness: give each part a random generator of its own, seeded from torch's default one, so that interleaving
+            changes no dropout; None: while gradients are recorded.
+
+    Raises:
+        ValueError: sizes that do not fit, a call inside another, or ranks that disagree on the number of parts.
+        Exception: what a part raised; the other parts are ended.
+    """
+    if not HAVE_GREENLET:
+        raise ValueError("run_microbatched needs the package greenlet: pip install greenlet (or 'epmoe[overlap]')")
+    if current_microbatch() is not None:
+        raise ValueError("run_microbatched inside run_microbatched: split once, at the outermost call")
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches={num_microbatches}: must be at least 1")
+    leaves, spec = pytree.tree_flatten(inputs)
+    first = next((leaf for leaf in leaves if rows_of(leaf) is not None), None)
+    if first is None:
+        raise ValueError("no input is a tensor with a batch dimension: there is nothing to split")
+    batch = first.shape[0]
+    sizes = _sizes(batch, num_microbatches, split)
+    if not _worth_splitting(first, num_microbatches, ep, phase, min_tokens):
+        return fn(*inputs)
+
+    parts: list[list[Any]] = [[] for _ in sizes]
+    for leaf in leaves:
+        pieces = leaf.split(sizes) if rows_of(leaf) == batch else [leaf] * len(sizes)
+        for part, piece in zip(parts, pieces, strict=True):
+            part.append(piece)
+    arguments = [pytree.tree_unflatten(part, spec) for part in parts]
+    own_generators = torch.is_grad_enabled() if randomness is None else randomness
+    results = _run(fn, arguments, first.device, interleave, own_generators)
+    return (merge or concatenate)(results)
+
+
+def concatenate(results: list[Any]) -> Any:
+    """Tensors of the parts' results along their first dimension; what is no tensor must be the same in all parts.
+
+    Raises:
+        ValueError: results of other shapes than each other, or tensors without a dimension to join.
+    """
+    flat = [pytree.tree_flatten(result) for result in results]
+    spec = flat[0][1]
+    if any(other != spec for _, other in flat):
+        raise ValueError("the parts gave results of different structure: pass merge= to join them")
+    joined = []
+    for pieces in zip(*(leaves for leaves, _ in flat), strict=True):
+        if all(isinstance(piece, Tensor) for piece in pieces):
+            if pieces[0].dim() == 0:
+                raise ValueError(
+                    "a part gave a tensor without dimensions, such as a mean over its tokens: pass merge= to say how "
+                    "parts of different sizes are joined"
+                )
+            joined.append(torch.cat(pieces))
+        elif all(piece == pieces[0] for piece in pieces):
+            joined.append(pieces[0])
+        else:
+            raise ValueError(f"the parts gave {pieces}: pass merge= to join what is no tensor")
+    return pytree.tree_unflatten(joined, spec)
+
+
+def _sizes(batch: int, parts: int, split: Sequence[int] | None) -> list[int]:
+    if split is None:
+        share, extra = divmod(batch, parts)
+        return [share + (part < extra) for part in range(parts)]
+    if len(split) != parts or sum(split) != batch or min(split) < 0:
+        raise ValueError(f"split={list(split)}: must be {parts} sizes >= 0 that sum to the batch, {batch}")
+    return list(split)
+
+
+def _worth_splitting(
+    first: Tensor, parts: int, ep: EPGroup | None, phase: Phase, min_tokens: MinTokens | int | None
+) -> bool:
+    """Whether all ranks split; every rank gets the same answer, or the same error."""
+    limit = 0
+    if isinstance(min_tokens, MinTokens):
+        limit = min_tokens.prefill if phase == "prefill" else min_tokens.decode
+    elif min_tokens is not None:
+        limit = min_tokens
+    tokens = first.shape[:-1].numel() if first.is_floating_point() else first.numel()
+    capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
+    if ep is None or capturing:
+        return parts > 1 and tokens >= limit
+    operation = "agreeing on microbatches"
+    mine = torch.tensor([tokens, parts, limit], dtype=torch.int64, device=ep.device)
+    gathered, work = ep.all_gather_async(mine)
+    ep.wait(work, operation)
+    numbers = ep.to_host(gathered, operation)
+    ranks = [numbers[rank * 3 : rank * 3 + 3] for rank in range(ep.num_ranks)]
+    for name, position in (("num_microbatches", 1), ("min_tokens", 2)):
+        values = [rank[position] for rank in ranks]
+        if len(set(values)) > 1:
+            raise ValueError(f"{name} differs between ranks, {values} on ranks 0..{ep.num_ranks - 1}: must be the same")
+    return parts > 1 and sum(rank[0] for rank in ranks) >= limit
+
+
+def _run(
+    fn: Callable[..., Any], arguments: list[Any], device: torch.device, interleave: bool, randomness: bool
+) -> list[Any]:
+    before = ThreadState(device, randomness)
+    seeds = torch.randint(2**62, (len(arguments),)).tolist() if randomness else [0] * len(arguments)
+    if randomness:
+        before = ThreadState(device, randomness)  # the seeds moved the generator on
+    results: list[Any] = [None] * len(arguments)
+
+    def runner(index: int, args: Any) -> Callable[[], None]:
+        def run() -> None:
+            results[index] = fn(*args)
+
+        return run
+
+    waiting = [
+        Microbatch(index, runner(index, args), before.with_seed(seed) if randomness else copy.copy(before), randomness)
+        for index, (args, seed) in enumerate(zip(arguments, seeds, strict=True))
+    ]
+    try:
+        while waiting:
+            for microbatch in list(waiting):
+                microbatch.resume()
+                while not interleave and not microbatch.dead:
+                    microbatch.resume()
+                if microbatch.dead:
+                    waiting.remove(microbatch)
+    finally:
+        for microbatch in waiting:
+            if not microbatch.dead:
+                microbatch.state.restore()
+                microbatch.throw()  # GreenletExit: its own cleanup runs, nothing of it reaches the caller
+        before.restore()
+    return results

@@ -1,0 +1,299 @@
+"""Microbatches: interleaved they give the bits of one after another, hide waits, and leave the thread as it was."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import epmoe
+from epmoe import EPGroup, MoEConfig, MoEKernel, MoELayer
+from epmoe.dispatch.base import DispatcherCapabilities, Pending
+from epmoe.dispatch.local import LocalDispatcher
+from epmoe.overlap import MinTokens, current_microbatch, run_microbatched
+from epmoe.testing import RankFailed, poisoned_empty, run_ranks
+from tests.test_kernel import batch_of, local_kernel
+
+H = 16
+
+
+class Block(nn.Module):
+    """Two MoE layers with dense maps and dropout between them."""
+
+    def __init__(self, ep: EPGroup | None, dispatcher: str = "auto", dropout: float = 0.0) -> None:
+        super().__init__()
+        config = MoEConfig(H, 24, 6, 2, dispatcher=dispatcher, num_shared_experts=1, max_tokens_per_rank=16)
+        self.maps = nn.ModuleList([nn.Linear(H, H) for _ in range(2)])
+        self.moes = nn.ModuleList([MoELayer(config, ep, name=f"moe {n}") for n in range(2)])
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for linear, moe in zip(self.maps, self.moes, strict=True):
+            x = x + moe(self.dropout(linear(x)))
+        return x
+
+
+def gradients(module: nn.Module) -> list[torch.Tensor]:
+    found = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    module.zero_grad()
+    return found
+
+
+def both_ways(block: nn.Module, x: torch.Tensor, seed: int, fn: Any = None, **options: Any) -> list[Any]:
+    results = []
+    for interleave in (False, True):
+        torch.manual_seed(seed)
+        x.grad = None
+        y = run_microbatched(fn or block, x, interleave=interleave, **options)
+        y.square().sum().backward()
+        results.append([y.detach(), x.grad, *gradients(block), torch.rand(3)])  # and the generator afterwards
+    return results
+
+
+def same(results: list[Any]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def over_ranks(rank: int, ranks: int, seed: int) -> list[bool]:
+    ep = EPGroup(timeout=60)
+    equal = []
+    for dispatcher in ("all_to_all", "all_gather", "all_to_all_fixed"):
+        torch.manual_seed(seed)
+        block = Block(ep, dispatcher, dropout=0.5)
+        tokens = [7, 1, 0][rank]  # the second part of a rank with one token, and both of one without, are empty
+        x = torch.randn(tokens, H, requires_grad=True)
+        for parts in (2, 3):
+            equal.append(same(both_ways(block, x, seed, num_microbatches=parts, ep=ep)))
+        block.eval()
+        with torch.no_grad(), poisoned_empty():
+            want = run_microbatched(block, x, interleave=False)
+            equal.append(torch.equal(run_microbatched(block, x), want))
+            equal.append(ep.workspace(0) is not ep.workspace(1))
+    return equal
+
+
+def test_interleaved_and_one_after_another_are_the_same_bits_over_ranks_forward_and_backward(seed: int) -> None:
+    assert run_ranks(over_ranks, 3, args=(seed,), timeout=120) == [[True] * 12] * 3
+
+
+@pytest.mark.parametrize("split", [None, [5, 2], [0, 7], [7, 0]])
+def test_any_split_gives_the_whole_batch_s_result(split: list[int] | None, seed: int) -> None:
+    torch.manual_seed(seed)
+    block = Block(None)
+    x = torch.randn(7, H, requires_grad=True)
+    torch.testing.assert_close(run_microbatched(block, x, split=split), block(x))
+    assert same(both_ways(block, x, seed, split=split))
+
+
+def test_activation_checkpointing_inside_microbatches_changes_no_bit(seed: int) -> None:
+    torch.manual_seed(seed)
+    block = Block(None, dropout=0.3)
+    x = torch.randn(9, H, requires_grad=True)
+    kept = both_ways(block, x, seed)
+    again = both_ways(block, x, seed, fn=lambda part: epmoe.checkpoint(block, part))
+    assert same(kept) and same(again) and same([kept[1], again[1]])
+
+
+# ---- that they do overlap
+
+
+class SlowLink(LocalDispatcher):
+    """Rows arrive `delay` after the launch, whatever happens meanwhile."""
+
+    capabilities = DispatcherCapabilities(asynchronous=True, exact_pairs=True)
+    delay = 0.04
+
+    def late(self, pending: Pending[Any]) -> Pending[Any]:
+        due = time.monotonic() + self.delay
+
+        def finish() -> Any:
+            time.sleep(max(0.0, due - time.monotonic()))
+            return pending.wait()
+
+        return Pending(finish)
+
+    def dispatch_async(self, *args: Any, **kwargs: Any) -> Pending[Any]:
+        return self.late(super().dispatch_async(*args, **kwargs))
+
+    def combine_async(self, *args: Any, **kwargs: Any) -> Pending[Any]:
+        return self.late(super().combine_async(*args, **kwargs))
+
+
+def test_one_microbatch_computes_while_the_other_s_rows_are_on_their_way(seed: int) -> None:
+    plain, weights = local_kernel("reference", "standard")
+    d = plain.dispatcher
+    kernel = MoEKernel(SlowLink(None, d.owner, d.expert_map, d.num_local), plain.experts)
+    compute, work = kernel._compute, 0.04
+
+    def slow(*args: Any) -> Any:
+        time.sleep(work)
+        return compute(*args)
+
+    kernel._compute = slow  # type: ignore[method-assign]
+
+    def layers(x: torch.Tensor, ids: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            time.sleep(work)  # attention
+            x = kernel(x, ids, p, weights).routed
+        return x
+
+    batch = batch_of(0, 1, "uneven", seed)
+    walls, results = [], []
+    for interleave in (False, True):
+        started = time.monotonic()
+        results.append(run_microbatched(layers, *batch, interleave=interleave))
+        walls.append(time.monotonic() - started)
+    assert torch.equal(*results)
+    # alone a layer takes 2 delays and 2 works; together the delays hide behind the works but for the first and the last
+    assert walls[0] > 0.95 * 6 * (2 * SlowLink.delay + 2 * work)
+    assert walls[1] < 0.7 * walls[0], walls
+
+
+def test_the_backward_launches_one_microbatch_s_gradient_before_it_waits_for_the_other_s() -> None:
+    assert run_ranks(backward_order, 2, timeout=60) == [True, True]
+
+
+def backward_order(rank: int, ranks: int) -> bool:
+    ep = EPGroup(timeout=30)
+    events: list[str] = []
+    launch, wait = ep.all_to_all_async, ep.wait
+
+    def launched(*args: Any, **kwargs: Any) -> Any:
+        events.append("launch")
+        return launch(*args, **kwargs)
+
+    def waited(work: Any, operation: str) -> None:
+        if "backward" in operation:
+            events.append("wait")
+        wait(work, operation)
+
+    layer = MoELayer(MoEConfig(H, 24, 6, 2, dispatcher="all_to_all_fixed", max_tokens_per_rank=8), ep)
+    x = torch.randn(8, H, requires_grad=True)
+    y = run_microbatched(layer, x)
+    ep.all_to_all_async, ep.wait = launched, waited  # type: ignore[method-assign]
+    y.sum().backward()
+    # combine's backward of both, then each one's experts and dispatch's backward: one after the other it would be
+    # launch, wait, launch, wait, ...
+    return events == ["launch", "launch", "wait", "launch", "wait", "launch", "wait", "wait"]
+
+
+def test_a_switch_costs_little() -> None:
+    def spin(x: torch.Tensor) -> torch.Tensor:
+        microbatch = current_microbatch()
+        assert microbatch is not None
+        for _ in range(2000):
+            microbatch.let_others_run()
+        return x
+
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        run_microbatched(spin, torch.randn(2, 3), randomness=False)
+        best = min(best, (time.perf_counter() - started) / 4000)
+    assert best < 20e-6, f"{best * 1e6:.1f} us"  # a few on an idle machine, with room for a loaded one
+
+
+# ---- what a microbatch keeps to itself
+
+
+def test_grad_mode_autocast_and_randomness_stay_with_their_microbatch(seed: int) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        microbatch = current_microbatch()
+        assert microbatch is not None
+        odd = microbatch.index == 1
+        with torch.set_grad_enabled(not odd), torch.autocast("cpu", dtype=torch.bfloat16, enabled=odd):
+            for _ in range(3):
+                microbatch.let_others_run()
+                seen.append((odd, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+        return x + torch.rand(())
+
+    torch.manual_seed(seed)
+    run_microbatched(fn, torch.zeros(4, 1), randomness=True)
+    after = torch.rand(3)
+    assert len(seen) == 6 and all(grad is not odd and cast is odd for odd, grad, cast in seen)
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    torch.manual_seed(seed)
+    torch.randint(2**62, (2,))
+    assert torch.equal(torch.rand(3), after)  # the caller's generator moved by the seeds alone
+
+
+def test_an_exception_in_one_reaches_the_caller_and_ends_the_others() -> None:
+    cleaned: list[int] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        microbatch = current_microbatch()
+        assert microbatch is not None
+        try:
+            microbatch.let_others_run()
+            if microbatch.index == 1:
+                raise KeyError("no such layer")
+            microbatch.let_others_run()
+            microbatch.let_others_run()
+        finally:
+            cleaned.append(microbatch.index)
+        return x
+
+    with torch.no_grad(), pytest.raises(KeyError, match="no such layer"):
+        run_microbatched(fn, torch.zeros(3, 1), num_microbatches=3)
+    assert sorted(cleaned) == [0, 1, 2] and current_microbatch() is None and torch.is_grad_enabled()
+
+
+# ---- arguments
+
+
+def test_mistakes_name_what_to_change() -> None:
+    x = torch.zeros(4, 2)
+    for call, message in [
+        (lambda: run_microbatched(lambda x: x, x, split=[1, 2]), r"split=\[1, 2\]: must be 2 sizes >= 0.*batch, 4"),
+        (lambda: run_microbatched(lambda x: x, x, num_microbatches=0), "num_microbatches=0"),
+        (lambda: run_microbatched(lambda x: x, 3), "nothing to split"),
+        (lambda: run_microbatched(lambda x: x.mean(), x), "without dimensions.*merge="),
+        (lambda: run_microbatched(lambda x: run_microbatched(lambda y: y, x), x), "outermost"),
+        (lambda: run_microbatched(lambda x: current_microbatch().index, x), "merge= to join what is no tensor"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_inputs_are_split_where_they_have_the_batch_and_merged_as_asked() -> None:
+    x, table = torch.arange(6.0).view(6, 1), torch.ones(3)
+
+    def fn(x: torch.Tensor, rest: dict[str, Any]) -> dict[str, Any]:
+        return {"sum": x.sum(), "rows": x + rest["each"], "table": rest["table"].shape[0]}
+
+    rest = {"each": x * 10, "table": table, "word": "as it is"}
+    merged = run_microbatched(fn, x, rest, merge=lambda parts: [(int(p["sum"]), p["table"]) for p in parts])
+    assert merged == [(3, 3), (12, 3)]
+    assert torch.equal(run_microbatched(lambda *a: fn(*a)["rows"], x, rest), x * 11)
+
+
+def unsplit_when_small(rank: int, ranks: int) -> list[bool]:
+    ep = EPGroup(timeout=30)
+    split: list[bool] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        split.append(current_microbatch() is not None)
+        return x
+
+    for tokens, limit, phase in ((3, 9, "prefill"), (3, 8, "prefill"), (3, MinTokens(100, 8), "decode")):
+        run_microbatched(fn, torch.zeros(tokens + 2 * rank, 2), ep=ep, min_tokens=limit, phase=phase)  # type: ignore[arg-type]
+    return split
+
+
+def test_all_ranks_agree_on_whether_the_batch_is_worth_it() -> None:
+    # 3 + 5 tokens: fewer than 9, not fewer than 8
+    assert run_ranks(unsplit_when_small, 2, timeout=60) == [[False, True, True, True, True]] * 2
+
+
+def disagree(rank: int, ranks: int) -> None:
+    run_microbatched(lambda x: x, torch.zeros(4, 2), num_microbatches=2 + rank, ep=EPGroup(timeout=30))
+
+
+def test_ranks_that_split_differently_are_told_so() -> None:
+    with pytest.raises(RankFailed, match=r"num_microbatches differs between ranks, \[2, 3\]"):
+        run_ranks(disagree, 2, timeout=60)
