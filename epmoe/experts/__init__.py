@@ -3,26 +3,41 @@
 from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights, ProblemSize, moe_problem_size
 from epmoe.experts.batched import BatchedExperts
 from epmoe.experts.grouped import GroupedExperts
+from epmoe.experts.grouped_fp8 import GroupedFp8Experts
+from epmoe.experts.lora import ExpertLora, merge_adapter, stack_adapters
 from epmoe.experts.monolithic import MonolithicExperts
 from epmoe.experts.reference import ReferenceExperts
-from epmoe.experts.select import EXPERTS, EXPERTS_BY_LAYOUT, Candidate, Selection, select_experts, select_experts_impl
+from epmoe.experts.select import (
+    EXPERTS,
+    EXPERTS_BY_LAYOUT,
+    QUANTIZED_EXPERTS,
+    Candidate,
+    Selection,
+    select_experts,
+    select_experts_impl,
+)
 from epmoe.experts.torch_grouped import TorchGroupedExperts
 
 __all__ = [
     "EXPERTS_BY_LAYOUT",
     "EXPERTS",
+    "QUANTIZED_EXPERTS",
     "BatchedExperts",
     "Candidate",
+    "ExpertLora",
     "ExpertWeights",
     "Experts",
     "ExpertsSpec",
     "GroupedExperts",
+    "GroupedFp8Experts",
     "MonolithicExperts",
     "ProblemSize",
     "ReferenceExperts",
     "Selection",
     "TorchGroupedExperts",
+    "merge_adapter",
     "moe_problem_size",
     "select_experts",
     "select_experts_impl",
+    "stack_adapters",
 ]

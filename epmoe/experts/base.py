@@ -22,6 +22,7 @@ from epmoe.config import Activation, MoEConfig, RouterConfig
 from epmoe.dispatch.base import BatchedInput, ExpertInput
 from epmoe.dispatch.reduce import ExpertOutput, WeightAndReduce
 from epmoe.experts.lora import ExpertLora
+from epmoe.quant import row_dtype, weight_scale_shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,8 @@ class ExpertWeights:
         gate_up_bias: `[L, 2I]` (or `[L, I]`), or None.
         down_bias: `[L, H]`, or None.
         lora: adapters beside them, which rows with `adapter_ids` meet too, or None.
+        gate_up_scale, down_scale: scales of quantized gate_up_proj and down_proj, float32, of the shapes that the scheme
+            says (`quant/weights.py`); None where they are not quantized.
     """
 
     gate_up_proj: Tensor
@@ -41,13 +44,18 @@ class ExpertWeights:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     lora: ExpertLora | None = None
+    gate_up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> ExpertWeights:
-        """The same weights in `dtype`, differentiably."""
+        """The same weights in `dtype`, differentiably; quantized ones keep their values and scales."""
         gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias.to(dtype)
         down_bias = None if self.down_bias is None else self.down_bias.to(dtype)
         lora = None if self.lora is None else self.lora.to(dtype)
-        return ExpertWeights(self.gate_up_proj.to(dtype), self.down_proj.to(dtype), gate_up_bias, down_bias, lora)
+        w1, w2 = self.gate_up_proj, self.down_proj
+        if self.gate_up_scale is None:
+            w1, w2 = w1.to(dtype), w2.to(dtype)
+        return ExpertWeights(w1, w2, gate_up_bias, down_bias, lora, self.gate_up_scale, self.down_scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +65,11 @@ class ExpertsSpec:
     Attributes:
         activation: between the GEMMs.
         hidden_size: H; intermediate_size: I; both as the experts see them.
-        dtype: of rows and weights.
+        dtype: of rows, and of weights that are not quantized.
         device: where they are.
         weight_on_input: the router weight multiplies the row before GEMM1.
         lora: the weights may have adapters.
+        scheme: of quantized weights, one of `quant.WEIGHT_SCHEMES`; None where they are not.
     """
 
     activation: Activation
@@ -70,6 +79,7 @@ class ExpertsSpec:
     device: torch.device
     weight_on_input: bool = False
     lora: bool = False
+    scheme: str | None = None
 
     @classmethod
     def of(cls, config: MoEConfig, *, device: torch.device, dtype: torch.dtype, lora: bool = False) -> ExpertsSpec:
@@ -110,6 +120,7 @@ class Experts(ABC):
             it sees them.
         monolithic: it goes from router logits to the output by itself; see `from_logits`.
         lora: whether it takes weights with adapters, in every layout that it takes.
+        schemes: of weights that it computes with, None for weights that are not quantized.
         autograd, cuda_graph: whether it has a backward, and whether a CUDA graph may hold it.
     """
 
@@ -119,6 +130,7 @@ class Experts(ABC):
     row_schemes: ClassVar[tuple[str | None, ...]] = (None,)
     monolithic: ClassVar[bool] = False
     lora: ClassVar[bool] = False
+    schemes: ClassVar[tuple[str | None, ...]] = (None,)
     autograd: ClassVar[bool] = True
     cuda_graph: ClassVar[bool] = False
 
@@ -131,8 +143,12 @@ class Experts(ABC):
     def reason_against(cls, spec: ExpertsSpec) -> str | None:
         """`refusal`, after what its declared capabilities alone rule out."""
         if spec.lora and not cls.lora:
-            able = " or ".join(repr(kind.name) for kind in Experts.__subclasses__() if kind.lora)
-            return f"no LoRA adapters here; use experts={able}"
+            kinds = (repr(k.name) for k in Experts.__subclasses__() if k.lora and spec.scheme in k.schemes)
+            return f"no LoRA adapters here; use experts={' or '.join(kinds)}"
+        if spec.scheme not in cls.schemes:
+            kinds = (repr(kind.name) for kind in Experts.__subclasses__() if spec.scheme in kind.schemes)
+            takes = " or ".join(map(repr, cls.schemes))
+            return f"weights of scheme={spec.scheme!r}: takes {takes}; use experts={' or '.join(kinds) or 'none'}"
         return cls.refusal(spec)
 
     @classmethod
@@ -242,18 +258,44 @@ class Experts(ABC):
         }
         if rows.x.shape[-1] != h:
             raise ValueError(f"experts={self.name!r}: rows are {rows.x.shape[-1]} wide, hidden_size is {h}")
+        quantized_rows = isinstance(rows, ExpertInput) and rows.scheme is not None
+        dtype = spec.dtype if quantized_rows else rows.x.dtype
+        self._check_scales(weights)
         for name, (tensor, shape) in expected.items():
             if tensor is None:
                 continue
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"experts={self.name!r}: {name} has shape {tuple(tensor.shape)}, must be {shape}")
-            if tensor.dtype != rows.x.dtype:
+            if tensor.dtype != dtype and (spec.scheme is None or name.endswith("bias")):
                 raise ValueError(
-                    f"experts={self.name!r}: {name} is {tensor.dtype} and the rows are {rows.x.dtype}: convert one, or "
+                    f"experts={self.name!r}: {name} is {tensor.dtype} and the rows are {dtype}: convert one, or "
                     "run under torch.autocast"
                 )
             if tensor.device != rows.x.device:
                 raise ValueError(f"experts={self.name!r}: {name} is on {tensor.device}, the rows on {rows.x.device}")
+
+    def _check_scales(self, weights: ExpertWeights) -> None:
+        """Raises `ValueError` for weights that are not quantized as the spec says."""
+        scheme = self.spec.scheme
+        for name in ("gate_up", "down"):
+            values: Tensor = getattr(weights, f"{name}_proj")
+            scale: Tensor | None = getattr(weights, f"{name}_scale")
+            where = f"experts={self.name!r}: {name}"
+            if (scheme is None) != (scale is None):
+                raise ValueError(
+                    f"{where}_scale is {'given' if scheme is None else 'None'} with scheme={scheme!r} in the spec: scales "
+                    "belong to quantized weights"
+                )
+            if scheme is None or scale is None:
+                continue
+            right = weight_scale_shape(tuple(values.shape), scheme)
+            if values.dtype != row_dtype(scheme):
+                raise ValueError(f"{where}_proj is {values.dtype}: must be {row_dtype(scheme)} for scheme={scheme!r}")
+            if tuple(scale.shape) != right or scale.dtype != torch.float32 or scale.device != values.device:
+                raise ValueError(
+                    f"{where}_scale is {scale.dtype} {tuple(scale.shape)} on {scale.device}: must be torch.float32 {right} "
+                    f"on {values.device} for scheme={scheme!r}"
+                )
 
     def _check_batched(self, rows: BatchedInput) -> None:
         where, x, counts, p = f"experts={self.name!r}: ", rows.x, rows.expert_num_tokens, rows.topk_weights

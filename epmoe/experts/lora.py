@@ -142,7 +142,7 @@ def merge_adapter(weights: ExpertWeights, adapter: int) -> ExpertWeights:
     Sums are made in float32 (float64 for float64) and rounded once to the weights' dtype.
 
     Raises:
-        ValueError: `weights` have no adapters, or not this one.
+        ValueError: `weights` have no adapters, or not this one, or are quantized.
     """
     lora = weights.lora
     if lora is None or not 0 <= adapter < lora.num_adapters:
@@ -151,6 +151,9 @@ def merge_adapter(weights: ExpertWeights, adapter: int) -> ExpertWeights:
             if lora
             else f"adapter={adapter}: there is no lora"
         )
+
+    if weights.gate_up_scale is not None:
+        raise ValueError("weights are quantized: dequantize them, merge, and quantize again")
 
     def merged(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
         wide = torch.promote_types(w.dtype, torch.float32)

@@ -15,6 +15,7 @@ from epmoe.dispatch.base import BatchedInput, ExpertInput
 from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights, local_ids
 from epmoe.experts.lora import low_rank_update
 from epmoe.ops.activation import apply_activation
+from epmoe.quant import WEIGHT_SCHEMES, QuantizedWeights, dequantize_weights
 
 
 class ReferenceExperts(Experts):
@@ -23,6 +24,7 @@ class ReferenceExperts(Experts):
     name = "reference"
     layouts = ("standard", "batched")
     lora = True
+    schemes = (None, *WEIGHT_SCHEMES)
 
     @classmethod
     def refusal(cls, spec: ExpertsSpec) -> str | None:
@@ -76,6 +78,17 @@ class ReferenceExperts(Experts):
         bias1, bias2 = (
             None if bias is None else bias[expert].to(row.dtype) for bias in (weights.gate_up_bias, weights.down_bias)
         )
-        h = updated(F.linear(row, weights.gate_up_proj[expert].to(row.dtype), bias1), row, "gate_up")
+        w1, w2 = self._weights(weights, expert, row.dtype)
+        h = updated(F.linear(row, w1, bias1), row, "gate_up")
         h = apply_activation(h, activation.name, activation.alpha, activation.limit)
-        return updated(F.linear(h, weights.down_proj[expert].to(row.dtype), bias2), h, "down")
+        return updated(F.linear(h, w2, bias2), h, "down")
+
+    def _weights(self, weights: ExpertWeights, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """w1 and w2 of one expert in `dtype`, dequantized where they are quantized."""
+        w1, w2 = weights.gate_up_proj[expert], weights.down_proj[expert]
+        scheme, s1, s2 = self.spec.scheme, weights.gate_up_scale, weights.down_scale
+        if scheme is None or s1 is None or s2 is None:
+            return w1.to(dtype), w2.to(dtype)
+        one = slice(expert, expert + 1)
+        w1 = dequantize_weights(QuantizedWeights(weights.gate_up_proj[one], s1[one], scheme), dtype)[0]
+        return w1, dequantize_weights(QuantizedWeights(weights.down_proj[one], s2[one], scheme), dtype)[0]

@@ -11,6 +11,7 @@ from epmoe.config import MoEConfig
 from epmoe.experts.base import Experts, ExpertsSpec
 from epmoe.experts.batched import BatchedExperts
 from epmoe.experts.grouped import GroupedExperts
+from epmoe.experts.grouped_fp8 import GroupedFp8Experts
 from epmoe.experts.monolithic import MonolithicExperts
 from epmoe.experts.reference import ReferenceExperts
 from epmoe.experts.torch_grouped import TorchGroupedExperts
@@ -19,11 +20,13 @@ _KINDS: tuple[type[Experts], ...] = (
     GroupedExperts,
     TorchGroupedExperts,
     BatchedExperts,
-    ReferenceExperts,
     MonolithicExperts,
+    ReferenceExperts,
 )
 EXPERTS = {cls.name: cls for cls in _KINDS}
-"""Every kind of experts, by name."""
+"""Every kind of experts for weights that are not quantized, by name."""
+QUANTIZED_EXPERTS: dict[str, type[Experts]] = {cls.name: cls for cls in (GroupedFp8Experts, ReferenceExperts)}
+"""Every kind for quantized weights; each says in `schemes` for which."""
 EXPERTS_BY_LAYOUT = {
     layout: {cls.name: cls for cls in _KINDS if layout in cls.layouts} for layout in ("standard", "batched")
 }
@@ -35,6 +38,7 @@ _PREFERENCE = {
     ("batched", "cuda"): ("batched", "reference"),
     ("batched", "cpu"): ("reference", "batched"),
 }
+_QUANTIZED_PREFERENCE = {"cuda": ("grouped_fp8", "reference"), "cpu": ("reference", "grouped_fp8")}
 
 
 class Candidate(NamedTuple):
@@ -76,15 +80,21 @@ def select_experts(spec: ExpertsSpec, requested: str = "auto", layout: str = "st
     """
     if layout not in EXPERTS_BY_LAYOUT:
         raise ValueError(f"layout={layout!r}: must be " + " or ".join(EXPERTS_BY_LAYOUT))
-    kinds = EXPERTS_BY_LAYOUT[layout]
-    preferred = _PREFERENCE[layout, "cuda" if spec.device.type == "cuda" else "cpu"]
+    device = "cuda" if spec.device.type == "cuda" else "cpu"
+    if spec.scheme is None:
+        kinds, preferred = EXPERTS_BY_LAYOUT[layout], _PREFERENCE[layout, device]
+    else:
+        kinds = {name: cls for name, cls in QUANTIZED_EXPERTS.items() if layout in cls.layouts}
+        preferred = tuple(name for name in _QUANTIZED_PREFERENCE[device] if name in kinds)
     refusals = {
         name: kinds[name].reason_against(spec) for name in (*preferred, *(n for n in kinds if n not in preferred))
     }
     if requested != "auto":
         if requested not in kinds:
-            other = next((cls for cls in _KINDS if cls.name == requested), None)
+            other = (EXPERTS | QUANTIZED_EXPERTS).get(requested)
             takes = "" if other is None else f" takes {' or '.join(other.layouts)} rows and these are {layout}"
+            if other is not None and spec.scheme not in other.schemes:
+                takes = f": {other.reason_against(spec)};"
             raise ValueError(f"experts={requested!r}{takes}: must be auto, " + ", ".join(kinds))
         chosen, why = requested, "asked for by name"
     else:

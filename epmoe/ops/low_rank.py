@@ -45,7 +45,7 @@ def _product(
     R: tl.constexpr, LAST: tl.constexpr, TRANSPOSE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """u @ w.T (u @ w transposed) of one tile: rows at offsets `u_rows`, columns `cols` < LAST of segment weights `w`."""
+    """u @ w.T (u @ w transposed) of one tile: rows at offsets `u_rows`, columns `cols` < LAST of a segment's `w`."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r0 in tl.range(0, R, BLOCK_R):
         rs = r0 + tl.arange(0, BLOCK_R)
