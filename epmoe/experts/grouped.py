@@ -25,7 +25,6 @@ from epmoe.experts._mlp import (
     may_use_workspace,
     mlp_backward,
     mlp_forward,
-    mlp_infer,
     mlp_workspace_shapes,
 )
 from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights, WorkspaceShapes
@@ -33,6 +32,7 @@ from epmoe.ops._segments import standard_segments
 from epmoe.ops.align import align_rows
 from epmoe.ops.gather_dot import gather_dot
 from epmoe.ops.gather_sum import gather_sum
+from epmoe.ops.routed_rows import routed_rows, routed_rows_into
 
 
 class _RoutedMLP(torch.autograd.Function):
@@ -56,14 +56,18 @@ class _RoutedMLP(torch.autograd.Function):
         expected_m: int | None,
         spec: ExpertsSpec,
     ) -> Tensor:
-        row_index, offsets, slot = align_rows(topk_ids, expert_map, w1.shape[0], max_assignments)
-        rows = Rows(*standard_segments(offsets), row_index, topk_ids.shape[1], max_assignments, expected_m)
         on_input = topk_weights.contiguous().view(-1) if spec.weight_on_input else None
-        save = any(ctx.needs_input_grad)
-        y, h = mlp_forward(x, w1, w2, b1, b2, rows, on_input, spec.activation, save)
-        if save:
+        if any(ctx.needs_input_grad):
+            row_index, offsets, slot = align_rows(topk_ids, expert_map, w1.shape[0], max_assignments)
+            rows = Rows(*standard_segments(offsets), row_index, topk_ids.shape[1], max_assignments, expected_m)
+            y, h = mlp_forward(x, w1, w2, b1, b2, rows, on_input, spec.activation, True)
             ctx.save_for_backward(x, topk_weights, w1, w2, b1, b2, h, row_index, offsets, slot)
             ctx.spec, ctx.expected_m = spec, expected_m
+        else:
+            act = (spec.activation.name, spec.activation.alpha, spec.activation.limit)
+            y, slot = routed_rows(
+                x, w1, b1, w2, b2, topk_ids, expert_map, max_assignments, on_input, *act, expected_m=expected_m
+            )
         return gather_sum(y, slot, None if spec.weight_on_input else topk_weights, x.dtype)
 
     @staticmethod
@@ -154,9 +158,22 @@ class GroupedExperts(Experts):
         self.check(rows, weights)
         num_rows, spec = rows.max_assignments, self.spec
         y, a = workspace.take(self.workspace_shapes(rows.x.shape[0], num_rows)[:2])
-        row_index, offsets, slot = align_rows(rows.topk_ids, rows.expert_map, rows.num_local, num_rows)
-        segments = Rows(*standard_segments(offsets), row_index, slot.shape[1], num_rows, rows.expected_m)
         on_input = rows.topk_weights.contiguous().view(-1) if spec.weight_on_input else None
-        mlp_infer(rows.x, weights, segments, on_input, spec.activation, y, a)
+        slot = routed_rows_into(
+            y,
+            a,
+            rows.x,
+            weights.gate_up_proj,
+            weights.gate_up_bias,
+            weights.down_proj,
+            weights.down_bias,
+            rows.topk_ids,
+            rows.expert_map,
+            on_input,
+            spec.activation.name,
+            spec.activation.alpha,
+            spec.activation.limit,
+            expected_m=rows.expected_m,
+        )
         p = None if spec.weight_on_input else rows.topk_weights
         return ExpertOutput(y, "delegate" if delegate else "contiguous", slot, p)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from epmoe.ops._triton import INTERPRET, cdiv, next_power_of_2
+from epmoe.ops._triton import INTERPRET, cdiv, next_power_of_2, triton
+from epmoe.tuning.store import tuned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +24,11 @@ class GemmConfig:
         block_m, block_n, block_k: output rows, output columns and reduction steps of a tile. A gated GEMM1 spends
             `block_n` weight rows on `block_n / 2` gates and the same number of up projections.
         group_m: row tiles that are walked together through all column tiles, so that both operands stay in L2.
-        swap_ab: weights are the M side of the dot and tokens its N side: wgmma needs 64 rows on the M side, which few
-            tokens cannot fill.
-        tma: read weights through tensor descriptors where their alignment allows.
+        tma: read and store through tensor descriptors where alignment allows.
         programs_per_sm: programs that loop over tiles; 0 starts one program per tile.
+        flatten: a looping program begins the next tile's loads while it finishes one.
+        gluon: run the Gluon kernel instead where it takes the operands; it has blocks of its own.
+        panel: column tiles that the Gluon kernel walks for one row tile after the other.
     """
 
     block_m: int
@@ -35,19 +37,45 @@ class GemmConfig:
     group_m: int
     num_warps: int
     num_stages: int
-    swap_ab: bool = False
     tma: bool = True
     programs_per_sm: int = 1
+    flatten: bool = False
+    gluon: bool = False
+    panel: int = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class WgradConfig:
+    """A configuration of `grouped_wgrad`; blocks are powers of two.
+
+    Args:
+        block_m, block_n, block_k: rows and columns of a tile of the weight gradient, and token rows of a step.
+        group_m: as in `GemmConfig`.
+        tma: read and store through tensor descriptors where alignment allows.
+        programs_per_sm: programs that loop over tiles; 0 starts one program per tile.
+        store_bytes: a tile leaves through a buffer of this size, in 1, 2 or 4 parts; it shares an SM's 227 KiB with
+            the stages.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    num_warps: int
+    num_stages: int
+    tma: bool = True
+    programs_per_sm: int = 1
+    store_bytes: int = 32768
 
 
 @dataclasses.dataclass(frozen=True)
 class RowConfig:
-    """A kernel that walks rows, `rows` of one expert at a time, in steps of `block` columns."""
+    """A kernel that walks `rows` rows of one expert at a time, one per warp, in steps of `block` columns."""
 
     block: int
     num_warps: int
     programs_per_sm: int
-    rows: int = 4  # what spreads the search for a tile's expert without leaving programs idle
+    rows: int = 4
 
 
 def expected_rows(max_rows: int, num_local: int, expected_m: int | None) -> int:
@@ -82,21 +110,29 @@ def gemm_config(
         return GemmConfig(32 if rows_per_expert <= 32 else 64, 64, 16, 8, num_warps=4, num_stages=2, programs_per_sm=0)
     if not _has_roomy_sms(device):
         return GemmConfig(32 if rows_per_expert <= 32 else 128, 128, 32, 8, 4, num_stages=3, programs_per_sm=0)
-    if rows_per_expert <= 64:
-        block_m = 16 if rows_per_expert <= 16 else 32 if rows_per_expert <= 32 else 64
-        return GemmConfig(block_m, 128, 64, 1, num_warps=4, num_stages=6 if block_m <= 32 else 5, swap_ab=True)
+    gluon = _has_gluon(device)
     if n < 256 or rows_per_expert <= 128:
-        return GemmConfig(128, 128, 64, 8, num_warps=8, num_stages=4)
-    return GemmConfig(128, 256, 64, 8, num_warps=8, num_stages=3 if gated else 4)
+        return GemmConfig(128, 128, 64, 8, num_warps=8, num_stages=4, gluon=gluon)
+    return GemmConfig(128, 256, 64, 8, num_warps=8, num_stages=3 if gated else 4, flatten=True, gluon=gluon)
+
+
+def ragged_rows(width: int, block: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """Shape, strides and block of a descriptor of contiguous `[rows, width]` that clips a tile of rows anywhere.
+
+    Two dimensions more, whose strides cancel to 2**64 and so to nothing, move the end of the third: a tile stored at
+    (2**30, end, 2**30 - end + row, column) begins at `row` and ends before `end`.
+    """
+    return [0x7FFF0000, 0x7FFF0000, 1 << 30, width], [(1 << 34) - width, width, width, 1], [1, 1, *block]
 
 
 class GemmPlan(NamedTuple):
     """What a launch takes from shapes alone: found once for each, so that a call costs the host little."""
 
-    block_m: int
+    config: GemmConfig
     column_tiles: int
-    programs_per_sm: int
-    descriptor: tuple[list[int], list[int], list[int]] | None  # shape, strides and block of the weights' tiles
+    a_block: list[int]
+    w_descriptor: tuple[list[int], list[int], list[int]] | None  # shape, strides and block of the weights' tiles
+    out_block: list[int]
     constants: dict[str, Any]
 
 
@@ -106,26 +142,29 @@ def gemm_plan(
     dtype: torch.dtype,
     shape: tuple[int, int, int],  # of the weights
     strides: tuple[int, int, int],
-    aligned: bool,  # the weights begin at a multiple of 16 bytes
+    aligned: bool,  # a descriptor can reach the weights' rows
     rows_per_expert: int,
     transpose: bool,
     gated: bool,
+    gathered: bool,
 ) -> GemmPlan:
-    """The plan of `grouped_gemm` (`grouped_gemm_act`) on weights of this shape; cached."""
+    """The plan of `ops/_gemm_triton.py` for weights of this shape; cached."""
     L, w_rows, inner = shape
     n, d = (inner, w_rows) if transpose else (w_rows, inner)
     parts, size = 2 if gated else 1, dtype.itemsize
-    config = gemm_config(device, dtype, rows_per_expert, n, d, gated)
-    aligned = aligned and strides[0] * size % 16 == 0 and strides[1] * size % 16 == 0
+    name = "grouped_gemm_act" if gated else "grouped_gemm"
+    config = tuned(GemmConfig, name, device, L, n, d, dtype, "none", rows_per_expert)
+    config = config or gemm_config(device, dtype, rows_per_expert, n, d, gated)
     dense = parts == 1 or (strides[0] == w_rows * strides[1] and w_rows // parts * strides[1] * size % 16 == 0)
     descriptor = None
-    if config.tma and aligned and dense and _has_tma(device):
+    if config.tma and aligned and dense:
         block = [config.block_k, config.block_n] if transpose else [config.block_n // parts, config.block_k]
         descriptor = (
             [L * parts, w_rows // parts, inner],
             [strides[0] if parts == 1 else w_rows // parts * strides[1], strides[1], 1],
             [1 if transpose else parts, *block],
         )
+    stores = 2 if config.block_n >= 256 and not gated else 1
     constants = {
         "L": L,
         "L_BLOCK": next_power_of_2(L),
@@ -137,14 +176,21 @@ def gemm_plan(
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "GROUP_M": config.group_m,
-        "SWAP_AB": config.swap_ab,
-        "TMA": descriptor is not None,
+        "FLATTEN": config.flatten and not gathered,
+        "STORES": stores,
+        "W_TMA": descriptor is not None,
         "INTERPRETED": INTERPRET,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
-    column_tiles = cdiv(n // parts, config.block_n // parts)
-    return GemmPlan(config.block_m, column_tiles, config.programs_per_sm, descriptor, constants)
+    return GemmPlan(
+        config,
+        column_tiles=cdiv(n // parts, config.block_n // parts),
+        a_block=[config.block_m, config.block_k],
+        w_descriptor=descriptor,
+        out_block=[config.block_m, config.block_n // parts // stores],
+        constants=constants,
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -156,31 +202,27 @@ def wgrad_config(
     k: int,
     gathered: bool,
     interpret: bool = INTERPRET,
-) -> GemmConfig:
-    """The configuration of `grouped_wgrad` for `[n, k]` weight gradients: `block_k` counts the rows of a step.
+) -> WgradConfig:
+    """The configuration of `grouped_wgrad` for `[n, k]` weight gradients.
 
-    `gathered`: an operand is read through an index. Triton then spends every other stage on the index, so that 5
-    stages are as many buffers as 3.
+    `gathered`: rows or scales are copied through an index. Triton then spends every other stage on the index, so that
+    7 stages are as many buffers as 4.
     """
     if interpret:
-        return GemmConfig(32, 64, 64, group_m=2, num_warps=4, num_stages=2)
+        return WgradConfig(32, 128, 64, group_m=2, num_warps=4, num_stages=2, store_bytes=8192)
     if dtype == torch.float32:
-        return GemmConfig(64, 64, 32, 8, num_warps=4, num_stages=2, programs_per_sm=0)
+        return WgradConfig(64, 64, 32, 8, num_warps=4, num_stages=2, tma=False, programs_per_sm=0)
     if not _has_roomy_sms(device):
-        return GemmConfig(128, 128, 32, 8, num_warps=4, num_stages=3, programs_per_sm=0)
-    stages = 5 if gathered else 3
+        return WgradConfig(128, 128, 32, 8, num_warps=4, num_stages=3, tma=False, programs_per_sm=0)
     if k < 256 or n < 128:
-        return GemmConfig(64, 128, 64, 8, num_warps=4, num_stages=stages, programs_per_sm=0)
-    return GemmConfig(128, 256, 64, 8, num_warps=8, num_stages=stages, programs_per_sm=0)
+        return WgradConfig(64, 128, 64, 8, num_warps=4, num_stages=7 if gathered else 4, programs_per_sm=2)
+    return WgradConfig(128, 256, 64, 8, num_warps=8, num_stages=7 if gathered else 4)
 
 
 @functools.lru_cache(maxsize=256)
-def row_config(width: int, interpret: bool = INTERPRET) -> RowConfig:
-    """The configuration of a pass over rows of `width` columns."""
-    block = 16
-    while block < width and block < 2048:
-        block *= 2
-    return RowConfig(block, num_warps=4 if block <= 1024 else 8, programs_per_sm=8)
+def row_config(width: int) -> RowConfig:
+    """The configuration of a pass over rows of `width` columns: a warp takes 8 columns a lane."""
+    return RowConfig(min(256, max(16, next_power_of_2(width))), num_warps=4, programs_per_sm=8)
 
 
 def num_programs(device: torch.device, programs_per_sm: int, work: int) -> int:
@@ -196,10 +238,25 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def fits_tma(t: torch.Tensor) -> bool:
+    """Whether a kernel may reach the rows of `t`, dense along the last dimension, through a tensor descriptor."""
+    size = t.element_size()
+    aligned = t.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in t.stride()[:-1])
+    return aligned and t.numel() > 0 and _has_tma(t.device)
+
+
 @functools.cache
 def _has_tma(device: torch.device) -> bool:
     """Whether kernels may read through tensor descriptors: compute capability 9.0, or the interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def _has_gluon(device: torch.device) -> bool:
+    """Whether the Gluon kernels are known to work: compute capability 9.0, a Triton that they were tried with."""
+    if INTERPRET or device.type != "cuda" or triton is None or not triton.__version__.startswith("3.6."):
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Weight and bias gradients of a grouped GEMM: per expert, the sum of its rows' outer products.
 
-On the path of a token backwards: dW2 from (dout, w · act), dW1 from (dpre, x), both read in place by row index.
+On the path of a token backwards: dW2 from (dout, w · act), dW1 from (dpre, x). Operands whose rows lie in expert order
+are read through tensor descriptors; an index is followed row by row, which is slower (`ops/permute_rows.py`).
 
 Letters: L local experts, K experts per token, T rows; the weight is `[L, N, D]`: N columns of dy, D columns of x.
 Expert e owns rows row_start[e]:row_end[e] (`ops/_segments.py`).
@@ -8,138 +9,31 @@ Expert e owns rows row_start[e]:row_end[e] (`ops/_segments.py`).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from epmoe.ops._configs import expected_rows, num_programs, wgrad_config
+from epmoe.ops._configs import WgradConfig, expected_rows, fits_tma, num_programs, wgrad_config
 from epmoe.ops._segments import check_segments
 from epmoe.ops._triton import (
     INTERPRET,
     KERNEL_DTYPES,
-    cast_from_float32,
+    TensorDescriptor,
     cdiv,
     check_flat,
-    dot_accumulate,
-    jit,
+    next_power_of_2,
     on_device_of,
     op,
     scale_dtypes,
-    tl,
     unit_stride,
     use_triton,
 )
+from epmoe.ops._wgrad_kernel import grouped_bias_kernel, grouped_wgrad_kernel
+from epmoe.tuning.store import tuned
 
 
-@jit(do_not_specialize_on_alignment=["row_start", "row_end"])
-def _grouped_wgrad_kernel(
-    dy,
-    x,
-    row_start,
-    row_end,
-    dy_index,
-    x_index,
-    row_scale,
-    scale_index,
-    dw,
-    dy_stride,
-    x_stride,
-    L: tl.constexpr,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    DY_DIVISOR: tl.constexpr,
-    X_DIVISOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """dw[e, n, d] in tiles of BLOCK_M n by BLOCK_N d, in steps of BLOCK_K rows.
-
-    row_start = [0, 5, 5], row_end = [5, 5, 9], BLOCK_K = 4: a tile of expert 0 adds rows 0..3 and then row 4, one of
-    expert 1 stores zeros.
-    A tile has one owner and its rows come in order: the same inputs give the same bits.
-    """
-    TILES_M: tl.constexpr = (N + BLOCK_M - 1) // BLOCK_M
-    TILES_N: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
-    for tile in tl.range(tl.program_id(0), L * TILES_M * TILES_N, tl.num_programs(0)):
-        e = tile // (TILES_M * TILES_N)
-        of_expert = tile % (TILES_M * TILES_N)
-        first_m = of_expert // (GROUP_M * TILES_N) * GROUP_M
-        group = tl.minimum(TILES_M - first_m, GROUP_M)
-        within = of_expert - first_m * TILES_N
-        ns = (first_m + within % group) * BLOCK_M + tl.arange(0, BLOCK_M)
-        ds = within // group * BLOCK_N + tl.arange(0, BLOCK_N)
-
-        begin = tl.load(row_start + e)
-        end = tl.load(row_end + e)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in tl.range(begin, end, BLOCK_K):
-            rows = step + tl.arange(0, BLOCK_K)
-            real = rows < end  # both operands are masked: a row of padding may be NaN, and NaN * 0 is NaN
-            dy_rows = rows
-            if dy_index is not None:
-                dy_rows = tl.load(dy_index + rows, mask=real, other=0) // DY_DIVISOR
-            x_rows = rows
-            if x_index is not None:
-                x_rows = tl.load(x_index + rows, mask=real, other=0) // X_DIVISOR
-            dy_at = dy + dy_rows.to(tl.int64)[:, None] * dy_stride + ns[None, :]
-            x_at = x + x_rows.to(tl.int64)[:, None] * x_stride + ds[None, :]
-            if N % BLOCK_M == 0:
-                g = tl.load(dy_at, mask=real[:, None], other=0.0)
-            else:
-                g = tl.load(dy_at, mask=real[:, None] & (ns < N)[None, :], other=0.0)
-            if D % BLOCK_N == 0:
-                h = tl.load(x_at, mask=real[:, None], other=0.0)
-            else:
-                h = tl.load(x_at, mask=real[:, None] & (ds < D)[None, :], other=0.0)
-            if row_scale is not None:
-                position = rows
-                if scale_index is not None:
-                    position = tl.load(scale_index + rows, mask=real, other=0)
-                scale = tl.load(row_scale + position, mask=real, other=0.0)
-                g = cast_from_float32(g.to(tl.float32) * scale[:, None], dy.dtype.element_ty, INTERPRETED)
-            acc = dot_accumulate(g.T, h, acc, INTERPRETED)
-
-        at = dw + tl.cast(e, tl.int64) * (N * D) + ns.to(tl.int64)[:, None] * D + ds[None, :]
-        inside = (ns < N)[:, None] & (ds < D)[None, :]
-        tl.store(at, cast_from_float32(acc, dw.dtype.element_ty, INTERPRETED), mask=inside)
-
-
-@jit(do_not_specialize_on_alignment=["row_start", "row_end"])
-def _grouped_bias_kernel(
-    dy,
-    row_start,
-    row_end,
-    dy_index,
-    dbias,
-    dy_stride,
-    N: tl.constexpr,
-    DY_DIVISOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """dbias[e, n]: one program sums the rows of one expert over BLOCK_M columns, BLOCK_K rows at a time."""
-    TILES_M: tl.constexpr = (N + BLOCK_M - 1) // BLOCK_M
-    e = tl.program_id(0) // TILES_M
-    ns = tl.program_id(0) % TILES_M * BLOCK_M + tl.arange(0, BLOCK_M)
-    begin = tl.load(row_start + e)
-    end = tl.load(row_end + e)
-    acc = tl.zeros((BLOCK_K, BLOCK_M), tl.float32)
-    for step in tl.range(begin, end, BLOCK_K):
-        rows = step + tl.arange(0, BLOCK_K)
-        real = rows < end
-        dy_rows = rows
-        if dy_index is not None:
-            dy_rows = tl.load(dy_index + rows, mask=real, other=0) // DY_DIVISOR
-        at = dy + dy_rows.to(tl.int64)[:, None] * dy_stride + ns[None, :]
-        acc += tl.load(at, mask=real[:, None] & (ns < N)[None, :], other=0.0).to(tl.float32)
-    total = cast_from_float32(tl.sum(acc, axis=0), dbias.dtype.element_ty, INTERPRETED)
-    tl.store(dbias + e.to(tl.int64) * N + ns, total, mask=ns < N)
-
-
-@op("grouped_wgrad")
+@op("grouped_wgrad", mutates_args=("accumulate_into",))
 def grouped_wgrad(
     dy: Tensor,
     x: Tensor,
@@ -154,6 +48,7 @@ def grouped_wgrad(
     with_bias: bool,
     out_dtype: torch.dtype,
     expected_m: int | None = None,
+    accumulate_into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dw[e] = sum over the rows n of expert e of scale · outer(dy[row], x[row]); dbias[e] = sum of dy[row].
 
@@ -167,12 +62,15 @@ def grouped_wgrad(
         out_dtype: dtype of both gradients; sums are in fp32.
         expected_m: the rows an expert should expect, (M·R·K + E) // E; picks the configuration and never what is
             computed. None: all rows / L.
+        accumulate_into: None, or `[L, N, D]` contiguous float32 (float64 beside float64) to which dw is added without
+            being rounded to `out_dtype`.
 
     Returns:
-        `dw [L, N, D]` and `dbias [L, N]` (`[0]` unless `with_bias`); experts without rows get exact zeros.
+        `dw [L, N, D]` (`[0]` where `accumulate_into` took it) and `dbias [L, N]` (`[0]` unless `with_bias`); experts
+        without rows get exact zeros.
 
     Raises:
-        ValueError: dtypes, strides, segments or divisors are not as above.
+        ValueError: dtypes, shapes, strides, segments or divisors are not as above.
     """
     dtype = dy.dtype
     if dtype != x.dtype or (dtype not in KERNEL_DTYPES and dtype != torch.float64):
@@ -184,6 +82,9 @@ def grouped_wgrad(
     if min(dy_divisor, x_divisor) < 1:
         raise ValueError(f"dy_divisor={dy_divisor}, x_divisor={x_divisor}: both must be at least 1")
     dy_stride, x_stride = unit_stride(dy, "dy"), unit_stride(x, "x")
+    L, n, d = row_start.shape[0], dy.shape[1], x.shape[1]
+    if accumulate_into is not None:
+        _check_accumulator(accumulate_into, (L, n, d), *scale_dtypes(dy))
     if not use_triton(dy):
         return grouped_wgrad_reference(
             dy,
@@ -198,30 +99,43 @@ def grouped_wgrad(
             scale_index,
             with_bias,
             out_dtype,
+            accumulate_into,
         )
-    dw, dbias = _empty_gradients(dy, x, row_start, with_bias, out_dtype)
-    L, n, d = dw.shape
-    if L == 0 or n == 0:
-        return dw, dbias
+    dw, dbias = _empty_gradients(dy, x, row_start, with_bias, out_dtype, accumulate_into)
+    target = dw if accumulate_into is None else accumulate_into
     max_rows = next((t.shape[0] for t in (dy_index, x_index) if t is not None), dy.shape[0])
-    gathered = dy_index is not None or x_index is not None
-    config = wgrad_config(dy.device, dy.dtype, expected_rows(max_rows, L, expected_m), n, d, gathered)
+    # Triton copies 16 bytes at a time, and only then asynchronously, where it sees strides that are multiples of 16
+    gathered = scale_index is not None or any(
+        index is not None and stride % 16 == 0 for index, stride in ((dy_index, dy_stride), (x_index, x_stride))
+    )
+    expected = expected_rows(max_rows, max(L, 1), expected_m)
+    config = None if gathered else tuned(WgradConfig, "grouped_wgrad", dy.device, L, n, d, dtype, "none", expected)
+    config = config or wgrad_config(dy.device, dtype, expected, n, d, gathered)
     with on_device_of(dy):
-        if d > 0:
+        if target.numel() > 0:
+            operands: list[Any] = [dy, x]
+            tma = [False, False]
+            for i, (t, index, block) in enumerate(((dy, dy_index, config.block_m), (x, x_index, config.block_n))):
+                if index is None and config.tma and fits_tma(t):
+                    operands[i], tma[i] = _segment_descriptor(t, config.block_k, block), True
+            parts = cdiv(config.block_m * config.block_n * target.element_size(), config.store_bytes)
+            out: Any = target
+            if config.tma and fits_tma(target):
+                out = TensorDescriptor(target, [L, n, d], [n * d, d, 1], [1, config.block_m, config.block_n // parts])
             tiles = L * cdiv(n, config.block_m) * cdiv(d, config.block_n)
-            _grouped_wgrad_kernel[(num_programs(dy.device, config.programs_per_sm, tiles),)](
-                dy,
-                x,
+            grouped_wgrad_kernel[(num_programs(dy.device, config.programs_per_sm, tiles),)](
+                *operands,
                 row_start,
                 row_end,
                 dy_index,
                 x_index,
                 row_scale,
                 scale_index,
-                dw,
+                out,
                 dy_stride,
                 x_stride,
                 L=L,
+                L_BLOCK=next_power_of_2(L),
                 N=n,
                 D=d,
                 DY_DIVISOR=dy_divisor,
@@ -230,12 +144,17 @@ def grouped_wgrad(
                 BLOCK_N=config.block_n,
                 BLOCK_K=config.block_k,
                 GROUP_M=config.group_m,
+                DY_TMA=tma[0],
+                X_TMA=tma[1],
+                DW_TMA=out is not target,
+                PARTS=parts,
+                ADD=accumulate_into is not None,
                 INTERPRETED=INTERPRET,
                 num_warps=config.num_warps,
                 num_stages=config.num_stages,
             )
-        if with_bias:
-            _grouped_bias_kernel[(L * cdiv(n, config.block_m),)](
+        if dbias.numel() > 0:
+            grouped_bias_kernel[(L * cdiv(n, config.block_m),)](
                 dy,
                 row_start,
                 row_end,
@@ -252,11 +171,33 @@ def grouped_wgrad(
     return dw, dbias
 
 
+def _segment_descriptor(t: Tensor, rows: int, columns: int) -> Any:
+    """A descriptor of `[*, width]` whose boxes end where a segment ends, which only the device knows.
+
+    The hardware puts zeros where a coordinate is past its dimension. Row r of a segment that ends at row `end` has the
+    coordinates [2^30, end, 2^30 - end + r]: the last one is past its 2^30 rows exactly from `end` on. As addresses,
+    the last two make row 2^30 + r, and the first takes 2^30 rows back: modulo 2^64, 2^30 · (2^34 - stride) elements
+    are -2^30 · stride of them.
+    """
+    stride, most = t.stride(0), 0x7FFF0000
+    return TensorDescriptor(
+        t, [most, most, 1 << 30, t.shape[1]], [(1 << 34) - stride, stride, stride, 1], [1, 1, rows, columns]
+    )
+
+
+def _check_accumulator(into: Tensor, shape: tuple[int, int, int], *dtypes: torch.dtype) -> None:
+    if tuple(into.shape) != shape or into.dtype not in dtypes or not into.is_contiguous():
+        raise ValueError(
+            f"accumulate_into is {into.dtype} {tuple(into.shape)} with strides {into.stride()}: must be contiguous, "
+            f"{shape} and {' or '.join(map(str, dtypes))}"
+        )
+
+
 def _empty_gradients(
-    dy: Tensor, x: Tensor, row_start: Tensor, with_bias: bool, out_dtype: torch.dtype
+    dy: Tensor, x: Tensor, row_start: Tensor, with_bias: bool, out_dtype: torch.dtype, accumulate_into: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     L, n, d = row_start.shape[0], dy.shape[1], x.shape[1]
-    dw = torch.empty(L, n, d, dtype=out_dtype, device=dy.device)
+    dw = torch.empty((L, n, d) if accumulate_into is None else (0,), dtype=out_dtype, device=dy.device)
     dbias = torch.empty((L, n) if with_bias else (0,), dtype=out_dtype, device=dy.device)
     return dw, dbias
 
@@ -276,8 +217,9 @@ def _(
     with_bias,
     out_dtype,
     expected_m=None,
+    accumulate_into=None,
 ):
-    return _empty_gradients(dy, x, row_start, with_bias, out_dtype)
+    return _empty_gradients(dy, x, row_start, with_bias, out_dtype, accumulate_into)
 
 
 def grouped_wgrad_reference(
@@ -293,9 +235,10 @@ def grouped_wgrad_reference(
     scale_index: Tensor | None,
     with_bias: bool,
     out_dtype: torch.dtype,
+    accumulate_into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The torch twin of `grouped_wgrad`, one matmul per expert."""
-    dw, dbias = _empty_gradients(dy, x, row_start, with_bias, out_dtype)
+    dw, dbias = _empty_gradients(dy, x, row_start, with_bias, out_dtype, accumulate_into)
     wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
     for e, (start, end) in enumerate(zip(row_start.tolist(), row_end.tolist(), strict=True)):
         own = slice(start, end)
@@ -305,5 +248,8 @@ def grouped_wgrad_reference(
             dbias[e] = g.sum(0).to(out_dtype)
         if row_scale is not None:
             g = g * (row_scale[own] if scale_index is None else row_scale[scale_index[own].long()]).to(wide)[:, None]
-        dw[e] = (g.T @ h).to(out_dtype)
+        if accumulate_into is None:
+            dw[e] = (g.T @ h).to(out_dtype)
+        else:
+            accumulate_into[e] += g.T @ h
     return dw, dbias

@@ -1,0 +1,1 @@
+"""Tuned configurations of the experts' kernels: `store` finds them, `search` measures them (`epmoe tune`)."""

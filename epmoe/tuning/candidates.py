@@ -1,0 +1,92 @@
+"""Configurations near the one that a rule chose: what `epmoe tune` tries. Each differs from it in a field or two; those
+that a device has no room for fail when they are tried, and are passed over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from epmoe.ops._configs import GemmConfig, WgradConfig
+from epmoe.ops._few_rows_configs import FewRowsConfig
+from epmoe.ops._scaled_configs import ScaledConfig
+from epmoe.tuning.problems import Problem
+
+SOME_ROWS = (32, 256)  # between these, either of the two kernels of unquantized rows may be the faster
+
+
+def near(problem: Problem, chosen: Any) -> list[Any]:
+    """`chosen` first, then what else to try, the most promising first."""
+    if isinstance(chosen, FewRowsConfig):
+        changes = _few_rows(problem, chosen)
+    elif isinstance(chosen, GemmConfig):
+        changes = _many_rows(chosen)
+    elif isinstance(chosen, ScaledConfig):
+        changes = _scaled(problem, chosen)
+    else:
+        assert isinstance(chosen, WgradConfig)
+        changes = _wgrad(chosen)
+    tried = [chosen, *(dataclasses.replace(chosen, **change) for change in changes)]
+    low, high = SOME_ROWS
+    if low <= problem.rows <= high and isinstance(chosen, FewRowsConfig):
+        tried.insert(3, GemmConfig(128, 128, 64, 8, num_warps=8, num_stages=4))
+    if low <= problem.rows <= high and isinstance(chosen, GemmConfig):
+        tried.insert(2, FewRowsConfig(64, 128, 64, num_warps=4, num_stages=4))
+    return list(dict.fromkeys(tried))
+
+
+Changes = Sequence[Mapping[str, Any]]
+
+
+def _few_rows(problem: Problem, chosen: FewRowsConfig) -> Changes:
+    t = chosen.block_t
+    tiles = [(128, 128, 3), (128, 64, 4), (64, 128, 4), (128, 64, 6)]
+    changes = [{"block_w": w, "block_k": k, "num_stages": stages, "num_warps": 4} for w, k, stages in tiles]
+    changes[0] = changes[0] | {"paired": problem.gated}
+    return [
+        *changes[:2],
+        *([{"block_t": t // 2}] if t > 16 and t >= 2 * problem.rows else []),
+        *([{"block_t": 2 * t}] if t < 64 and 2 * problem.rows > t else []),
+        *changes[2:],
+    ]
+
+
+def _many_rows(chosen: GemmConfig) -> Changes:
+    small = {"block_m": 128, "block_n": 128, "num_stages": 4, "flatten": False, "gluon": False}
+    return [
+        {"gluon": not chosen.gluon},
+        small,
+        {"group_m": 2 * chosen.group_m},
+        {"group_m": max(1, chosen.group_m // 2)},
+    ]
+
+
+def _scaled(problem: Problem, chosen: ScaledConfig) -> Changes:
+    m, stages = chosen.block_m, chosen.num_stages
+    if not chosen.swap_ab:
+        few = {"block_m": 64, "num_warps": 8, "num_stages": 4, "split": problem.gated, "swap_ab": True}
+        return [
+            {"group_m": 2 * chosen.group_m},
+            {"group_m": max(1, chosen.group_m // 2)},
+            *([few | {"flatten": False}] if problem.rows <= SOME_ROWS[1] else []),
+            *([{"num_stages": stages - 1}] if not chosen.gluon else []),
+        ]
+    return [
+        {"gluon": not chosen.gluon},
+        {"num_stages": stages - 1},
+        {"num_stages": stages + 1},
+        *([{"block_m": m // 2}] if m > 16 and m >= 2 * problem.rows else []),
+        *([{"block_m": 2 * m}] if m < 64 and 2 * problem.rows > m else []),
+        {"num_warps": 12 - chosen.num_warps},
+        {"programs_per_sm": 1 - chosen.programs_per_sm} if chosen.programs_per_sm <= 1 else {},
+    ]
+
+
+def _wgrad(chosen: WgradConfig) -> Changes:
+    return [
+        {"group_m": 2 * chosen.group_m},
+        {"group_m": max(1, chosen.group_m // 2)},
+        {"block_n": 128, "programs_per_sm": 2, "num_warps": 4} if chosen.block_n > 128 else {},
+        {"num_stages": chosen.num_stages - 1},
+    ]

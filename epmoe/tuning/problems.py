@@ -1,0 +1,193 @@
+"""What `epmoe tune` measures: the grouped products of a model's experts on one rank, with the rows that routing brings.
+
+    op                        N, K of a forward     with `train` also
+    grouped_gemm_act          2I, H                                          GEMM1, rows found by index
+    grouped_gemm              H, I                  I, H and H, 2I           GEMM2; the gradients of rows
+    scaled_grouped_gemm(_act) as those                                       on fp8
+    grouped_wgrad                                   2I, H and H, I           the gradients of weights
+
+L experts of the rank, H hidden size, I expert intermediate size, T rows in all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epmoe.bench.shapes import Shape
+from epmoe.config import Activation
+from epmoe.ops._configs import gemm_config, gemm_plan, wgrad_config
+from epmoe.ops._few_rows_configs import few_rows_config, few_rows_plan
+from epmoe.ops._scaled_configs import scaled_config, scaled_plan
+from epmoe.ops.grouped_gemm import grouped_gemm, grouped_gemm_act
+from epmoe.ops.grouped_wgrad import grouped_wgrad
+from epmoe.ops.scaled_gemm import SCALED_SCHEMES, scaled_grouped_gemm, scaled_grouped_gemm_act
+from epmoe.quant import QuantizedRows, QuantizedWeights, dequantize_rows, quantize_rows, weight_scale_shape
+from epmoe.tuning.store import load, lookup
+
+SCHEMES = ("none", *SCALED_SCHEMES)
+DTYPE = torch.bfloat16
+ROWS = (1, 4, 16, 64, 256, 1024, 4096)
+TRAINED_ROWS = 64  # fewer per expert than this nobody trains with
+MOST_ROWS = 1 << 18  # more than this no rank gets
+CACHES = (load, lookup, gemm_plan, few_rows_plan, scaled_plan)  # what holds on to a configuration
+
+Result = tuple[Tensor, Tensor]
+"""What an op gives, and its scales, or an empty tensor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One product. `rows`: expected per expert. `transpose`: of the gradient of rows, whose weights are `[L, K, N]`."""
+
+    op: str
+    L: int
+    N: int
+    K: int
+    scheme: str
+    rows: int
+    activation: Activation = Activation("swiglu")
+    top_k: int = 8
+    transpose: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPE if self.scheme == "none" else torch.float8_e4m3fn
+
+    @property
+    def gated(self) -> bool:
+        return self.op.endswith("_act") and self.activation.gated
+
+    @property
+    def loads(self) -> tuple[int, ...]:
+        """T of each load that it is measured with. A row per expert is what few tokens have, or as many as there are
+        experts: one token's experts get one row each and the others none."""
+        even = self.L * self.rows
+        return (min(self.top_k, self.L), even) if self.rows == 1 and self.L > self.top_k else (even,)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of device memory that its operands and results take, roughly."""
+        size, rows = self.dtype.itemsize, self.L * self.rows
+        return self.L * self.N * self.K * size + rows * (self.N + 2 * self.K) * max(size, 2)
+
+    def as_key(self) -> dict[str, Any]:
+        """The fields of an entry that say what it is for."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {"L": self.L, "N": self.N, "K": self.K, "dtype": dtype, "scheme": self.scheme, "rows": self.rows}
+
+
+def problems_of(shape: Shape, ranks: int, schemes: Sequence[str], rows: Sequence[int], train: bool) -> list[Problem]:
+    """All products of a rank's share of a model's experts, with up to `MOST_ROWS` rows in all.
+
+    Raises:
+        ValueError: an unknown scheme, or ranks that do not divide the experts.
+    """
+    for scheme in schemes:
+        if scheme not in SCHEMES:
+            raise ValueError(f"scheme={scheme!r}: must be one of {', '.join(SCHEMES)}")
+    if shape.num_experts % ranks:
+        raise ValueError(f"ranks={ranks}: must divide the {shape.num_experts} experts of {shape.name}")
+    local, h, i = shape.num_experts // ranks, shape.hidden_size, shape.intermediate_size
+    gate_up, act, top_k = shape.gate_up_size, shape.activation, shape.top_k
+    one = "grouped_gemm_act" if act.gated else "grouped_gemm"
+    made = []
+    for scheme in schemes:
+        prefix = "" if scheme == "none" else "scaled_"
+        for m in (m for m in rows if local * m <= MOST_ROWS):
+            made.append(Problem(prefix + one, local, gate_up, h, scheme, m, act, top_k))
+            made.append(Problem(f"{prefix}grouped_gemm", local, h, i, scheme, m, act, top_k))
+            if train and scheme == "none" and m >= TRAINED_ROWS:
+                made.append(Problem("grouped_gemm", local, i, h, scheme, m, act, top_k, transpose=True))
+                made.append(Problem("grouped_gemm", local, h, gate_up, scheme, m, act, top_k, transpose=True))
+                made.append(Problem("grouped_wgrad", local, gate_up, h, scheme, m, act, top_k))
+                made.append(Problem("grouped_wgrad", local, h, i, scheme, m, act, top_k))
+    return made
+
+
+def rule(problem: Problem, device: torch.device) -> Any:
+    """The configuration that the rules in `ops/` choose where nothing is tuned."""
+    L, n, k, rows = problem.L, problem.N, problem.K, problem.rows
+    if problem.op == "grouped_wgrad":
+        return wgrad_config(device, problem.dtype, rows, n, k, False)
+    if problem.scheme != "none":
+        gathered = problem.op.endswith("_act")
+        return scaled_config(device, problem.scheme == "fp8_block", rows, n, k, problem.gated, gathered)
+    few = few_rows_config(device, rows, min(L, problem.loads[-1]), n, k, problem.gated)
+    return few or gemm_config(device, problem.dtype, rows, n, k, problem.gated)
+
+
+def make_weights(problem: Problem, device: torch.device) -> Tensor | QuantizedWeights | None:
+    """Random weights of its shape; None where it multiplies none."""
+    if problem.op == "grouped_wgrad":
+        return None
+    L, n, k = problem.L, problem.N, problem.K
+    generator = torch.Generator(device).manual_seed(0)
+    w = torch.empty((L, k, n) if problem.transpose else (L, n, k), dtype=problem.dtype, device=device)
+    for expert in w:
+        expert.copy_(torch.randn(expert.shape, generator=generator, device=device) * k**-0.5)
+    if problem.scheme == "none":
+        return w
+    scales = torch.rand(weight_scale_shape((L, n, k), problem.scheme), generator=generator, device=device)
+    return QuantizedWeights(w, scales + 0.5, problem.scheme)
+
+
+def make_call(
+    problem: Problem, weights: Tensor | QuantizedWeights | None, total: int, device: torch.device
+) -> Callable[[], Result]:
+    """The op on `total` random rows: as many as L · rows go to experts drawn uniformly, fewer to one expert each."""
+    generator = torch.Generator(device).manual_seed(total)
+    L, n, k, top_k = problem.L, problem.N, problem.K, problem.top_k
+    if total < L * problem.rows:
+        experts = torch.randperm(L, generator=generator, device=device)[:total]
+    else:
+        experts = torch.randint(L, (total,), generator=generator, device=device)
+    offsets = torch.zeros(L + 1, dtype=torch.int32, device=device)
+    offsets[1:] = torch.bincount(experts, minlength=L).cumsum(0)
+    segments = (offsets[:-1], offsets[1:])
+    none = offsets.new_empty(0, dtype=torch.float32)
+
+    def normal(rows: int, width: int) -> Tensor:
+        return torch.randn(rows, width, generator=generator, device=device, dtype=DTYPE)
+
+    if problem.op == "grouped_wgrad":
+        dy, x = normal(total, n), normal(total, k)
+
+        def gradient() -> Result:
+            dw, _ = grouped_wgrad(dy, x, *segments, None, 1, None, 1, None, None, False, DTYPE, expected_m=problem.rows)
+            return dw, none
+
+        return gradient
+    first = problem.op.endswith("_act")
+    index = torch.randperm(total, generator=generator, device=device).to(torch.int32) if first else None
+    x = normal(-(-total // top_k) if first else total, k)
+    rows = (*segments, index, top_k if first else 1, total)
+    act = (problem.activation.name, problem.activation.alpha, problem.activation.limit)
+    expected = problem.rows
+    if isinstance(weights, Tensor):
+        w = weights
+        if first:
+            return lambda: (grouped_gemm_act(x, w, None, *rows, None, *act, False, expected)[0], none)
+        return lambda: (grouped_gemm(x, w, None, *rows, problem.transpose, expected), none)
+    assert isinstance(weights, QuantizedWeights)
+    scheme, q = problem.scheme, quantize_rows(x, problem.scheme)
+    scaled = (q.values, q.scales, weights.values, weights.scales, None, *rows)
+    if first:
+        again = scheme == "fp8_block"
+        return lambda: scaled_grouped_gemm_act(*scaled, None, *act, scheme, DTYPE, again, expected)
+    return lambda: (scaled_grouped_gemm(*scaled, scheme, DTYPE, expected), none)
+
+
+def sampled(result: Result, count: int = 256) -> Tensor:
+    """Some rows of a result (of weights' gradients: of its experts'), evenly spread, first and last among them."""
+    out, scales = result
+    flat = out.flatten(0, -2)
+    picked = torch.linspace(0, flat.shape[0] - 1, min(count, flat.shape[0]), device=out.device).long()
+    if not scales.numel():
+        return flat[picked].double()
+    values = flat.view(torch.uint8)[picked].view(out.dtype)
+    return dequantize_rows(QuantizedRows(values, scales[picked], "fp8_block"), torch.float64)
