@@ -305,7 +305,7 @@ class MoEKernel:
 
     def _compute_part(self, rows: ExpertInput, weights: ExpertWeights) -> ExpertOutput:
         spec, experts = self.experts.spec, self.experts
-        if rows.scheme not in experts.row_schemes or self.layout == "batched":
+        if not experts.takes_rows(rows.scheme, self.layout):
             rows = rows.dequantized(spec.dtype)
         delegate = self.dispatcher.capabilities.reduces and self.chunk_tokens is None
         if self.layout == "standard":

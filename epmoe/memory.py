@@ -43,7 +43,7 @@ def plan_forward(
 
     rows = moved.received if chunk_tokens is None else min(chunk_tokens, moved.received)
     pairs = moved.pairs if rows == moved.received else min(rows * top_k, moved.pairs)
-    if dispatch_scheme not in experts.row_schemes or (dispatch_scheme is not None and layout == "batched"):
+    if not experts.takes_rows(dispatch_scheme, layout):
         buffers.append(buffer("rows dequantized", (rows, width), dtype, "experts"))
     if layout == "batched":
         places = dispatcher.num_local * (capacity or rows)

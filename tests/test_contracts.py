@@ -19,6 +19,7 @@ from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
 from epmoe.experts import EXPERTS, ExpertWeights
 from epmoe.experts.base import Experts
 from epmoe.quant.rows import ROW_SCHEMES, dequantize_rows, quantize_rows
+from epmoe.quant.weights import quantize_weights
 from epmoe.testing import poisoned_empty, run_ranks
 from tests.test_kernel import E, H, K, batch_of, local_kernel, make_kernel
 
@@ -29,7 +30,7 @@ from tests.test_kernel import E, H, K, batch_of, local_kernel, make_kernel
 @pytest.mark.parametrize("on_input", [False, True])
 def test_every_experts_output_reduces_to_what_calling_them_gives(layout: str, on_input: bool, seed: int) -> None:
     for name, cls in EXPERTS.items():
-        if layout not in cls.layouts or cls.monolithic:
+        if layout not in cls.layouts or cls.monolithic or None not in cls.schemes:
             continue
         kernel, weights = local_kernel(name, layout)
         spec = dataclasses.replace(kernel.experts.spec, weight_on_input=on_input)
@@ -353,7 +354,10 @@ def test_every_combination_works_or_is_refused_with_a_reason_and_a_way_out() -> 
     for dispatcher, experts, layout, reason in combinations():
         parts = object.__new__(DISPATCHERS[dispatcher])  # no process group: only its declarations are asked
         Dispatcher.__init__(parts, None, d.owner, d.expert_map, d.num_local, layer="blocks.1")
-        made = EXPERTS[experts](kernel.experts.spec)
+        spec = kernel.experts.spec
+        if None not in EXPERTS[experts].schemes:
+            spec = dataclasses.replace(spec, dtype=torch.bfloat16, scheme="fp8_block")
+        made = EXPERTS[experts](spec)
         if reason is None:
             MoEKernel(parts, made, layout=layout)
             continue
@@ -375,7 +379,7 @@ def test_experts_declare_what_they_are() -> None:
 # ---- from logits
 
 
-@pytest.mark.parametrize("name", list(EXPERTS))
+@pytest.mark.parametrize("name", [name for name, cls in EXPERTS.items() if None in cls.schemes])
 @pytest.mark.parametrize("on_input", [False, True])
 def test_from_logits_is_routing_and_then_the_kernel(name: str, on_input: bool, seed: int) -> None:
     kernel, weights = local_kernel("reference", "standard")
@@ -426,3 +430,34 @@ def test_a_layer_of_monolithic_experts_equals_one_that_shows_its_routing(seed: i
         fused(x)
     with pytest.raises(ValueError, match="router of your own"):
         MoELayer(fused.config, router=lambda x: (x, x))
+
+
+@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_row"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_of_a_scheme_get_rows_of_it_as_they_arrived_and_quantize_others_themselves(
+    scheme: str, layout: str, seed: int
+) -> None:
+    kernel, weights = local_kernel("reference", "standard")
+    spec = dataclasses.replace(kernel.experts.spec, dtype=torch.bfloat16, scheme=scheme)
+    experts = EXPERTS["grouped_fp8"](spec)
+    w1, w2 = (quantize_weights(w.detach(), scheme) for w in (weights.gate_up_proj, weights.down_proj))
+    quantized = ExpertWeights(w1.values, w2.values, gate_up_scale=w1.scales, down_scale=w2.scales)
+    seen: list[str | None] = []
+    honest = experts.output
+
+    def watch(rows: Any, *args: Any, **kwargs: Any) -> ExpertOutput:
+        seen.append(getattr(rows, "scheme", None))
+        return honest(rows, *args, **kwargs)
+
+    experts.output = watch  # type: ignore[method-assign]
+    x, ids, p = batch_of(0, 1, "uneven", seed)
+    x = x.bfloat16()
+    other = "fp8_row" if scheme == "fp8_block" else "fp8_block"
+    with torch.no_grad():
+        sent, deferred, foreign = (
+            MoEKernel(kernel.dispatcher, experts, layout=layout, dispatch_scheme=s)(x, ids, p, quantized).routed
+            for s in (scheme, None, other)
+        )
+    assert seen == ([scheme, None, None] if layout == "standard" else [None, None, None])
+    assert layout == "batched" or torch.equal(sent, deferred)
+    assert relative(foreign, deferred) < 0.07 and relative(sent, deferred) < 0.07

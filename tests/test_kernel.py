@@ -22,15 +22,14 @@ from epmoe import (
 )
 from epmoe.capabilities import combinations
 from epmoe.dispatch.base import Pending
-from epmoe.experts import EXPERTS_BY_LAYOUT
 from epmoe.testing import RankFailed, poisoned_empty, run_ranks
 from tests import naive
 
 E, K, H, I, CAP = 7, 2, 16, 24, 9
-COMBINATIONS = [  # monolithic experts take logits: see tests/experts/test_monolithic.py
+COMBINATIONS = [  # monolithic experts take logits, those of a scheme other weights: each has tests of its own
     (c.dispatcher, c.experts, c.layout)
     for c in combinations()
-    if c.refusal is None and not EXPERTS[c.experts].monolithic
+    if c.refusal is None and not EXPERTS[c.experts].monolithic and None in EXPERTS[c.experts].schemes
 ]
 SITUATIONS = ["a rank without tokens", "one token each", "all to one rank", "no experts at all", "uneven"]
 
@@ -152,7 +151,12 @@ def test_overflow_dropped_is_counted_and_costs_only_the_dropped_rows() -> None:
 @pytest.mark.parametrize(
     ("experts", "layout", "options"),
     [("batched", "batched", {"expert_capacity": 2, "overflow": "chunk"})]
-    + [(e, "standard", {"chunk_tokens": n}) for e in EXPERTS_BY_LAYOUT["standard"] for n in (1, 4, 100)]
+    + [
+        (e, layout, {"chunk_tokens": n})
+        for d, e, layout in COMBINATIONS
+        if d == "local" and layout == "standard"
+        for n in (1, 4, 100)
+    ]
     + [("batched", "batched", {"chunk_tokens": 4})],
 )
 def test_rounds_give_the_same_bits_as_all_rows_at_once(

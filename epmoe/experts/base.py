@@ -186,6 +186,13 @@ class Experts(ABC):
         strategy: WeightAndReduce = "delegate" if delegate else self.weight_and_reduce["batched"]
         return ExpertOutput(y, strategy, rows.slot, rows.slot_weights)
 
+    def takes_rows(self, scheme: str | None, layout: str) -> bool:
+        """Whether it computes with rows of `scheme` as they arrived, without dequantizing: its weights' own scheme, in
+        the standard layout."""
+        if scheme is None:
+            return True
+        return scheme in self.row_schemes and scheme == self.spec.scheme and layout == "standard"
+
     def from_logits(
         self,
         x: Tensor,

@@ -68,8 +68,8 @@ class MonolithicExperts(Experts):
         spec = self.spec
         act = spec.activation
         w1, w2, b1, b2 = weights.gate_up_proj, weights.down_proj, weights.gate_up_bias, weights.down_bias
-        if router.dtype == torch.float64:
-            logits = logits.double()
+        if torch.float64 in (router.dtype, logits.dtype):
+            logits = logits.to(router.dtype)  # lower precisions the kernels raise by themselves
         if routed_mlp_fits(x, logits, w1, w2, router.num_groups):
             return routed_mlp(
                 x,
