@@ -84,10 +84,14 @@ class WithLora(nn.Module):
         if self.lora_adapters:
             there = ", ".join(adapter.name for adapter in self.lora_adapters)
             raise ValueError(f"{where}has adapters already ({there}): add all of them in one call")
+        if isinstance(adapters, str | bool):
+            raise ValueError(f"{where}adapters={adapters!r}: must be a number > 0, or a list of names")
         names = [str(n) for n in range(adapters)] if isinstance(adapters, int) else list(adapters)
         if not names or len(set(names)) != len(names):
             raise ValueError(f"{where}adapters={adapters!r}: must be a number > 0, or distinct names")
-        ranks = [rank] * len(names) if isinstance(rank, int) else list(rank)
+        ranks = list(rank) if isinstance(rank, Sequence) else [rank] * len(names)
+        if not all(isinstance(r, int) and not isinstance(r, bool) for r in ranks):
+            raise ValueError(f"{where}rank={rank!r}: must be an int > 0, or one for each of {len(names)} adapters")
         alphas = [alpha] * len(names) if isinstance(alpha, int | float) else list(alpha)
         for field, values in (("rank", ranks), ("alpha", alphas)):
             if len(values) != len(names) or not all(value > 0 for value in values):

@@ -99,8 +99,11 @@ class MoEKernel:
             )
         if dispatch_scheme is not None:
             scales_per_row(experts.spec.hidden_size, dispatch_scheme)  # knows the schemes that there are
-            if experts.monolithic:
-                raise ValueError(f"dispatch_scheme={dispatch_scheme!r}: experts {experts.name!r} get no rows sent")
+        if experts.monolithic:
+            idle = {"dispatch_scheme": dispatch_scheme, "chunk_tokens": chunk_tokens, "workspace": workspace}
+            for name, value in idle.items():
+                if value is not None:
+                    raise ValueError(f"{name}={value!r}: experts {experts.name!r} get no rows sent; leave it unset")
         if chunk_tokens is not None and chunk_tokens < 1:
             raise ValueError(f"chunk_tokens={chunk_tokens}: must be at least 1, or None for all at once")
         if shared_experts_order not in SHARED_EXPERTS_ORDERS:
@@ -114,7 +117,8 @@ class MoEKernel:
         self.layout = layout
         self.dispatch_scheme = dispatch_scheme
         self.overflow = Overflow(overflow, expert_capacity, dispatcher.where)
-        self.chunk_tokens = expert_capacity if overflow == "chunk" else chunk_tokens
+        limits = [n for n in (chunk_tokens, expert_capacity if overflow == "chunk" else None) if n is not None]
+        self.chunk_tokens = min(limits, default=None)
         self.shared_experts_order = shared_experts_order
         self.workspace = dispatcher.ep.workspace() if workspace is None and dispatcher.ep is not None else workspace
         self._shares_workspace = workspace is None
@@ -151,7 +155,7 @@ class MoEKernel:
             adapter_ids: `[M]` int32, each token's LoRA adapter (`ExpertWeights.lora`), -1 for none; unless validated,
                 whatever is outside `[0, A)` counts as none. All ranks give it or none does.
             out: `[M, H]` to write `routed` into, where no gradient is asked for.
-            inplace: write it over x. Shared experts, which may read x, then run first.
+            inplace: write it over x. Shared experts, which may read x, then run first, as with an `out` in x's memory.
 
         Raises:
             ValueError: shapes, dtypes, devices or strides that do not fit; ids out of range when validating.
@@ -161,14 +165,18 @@ class MoEKernel:
         if self.experts.monolithic:
             raise ValueError(f"experts={self.experts.name!r} route by themselves: call from_logits(x, logits, ...)")
         self.experts.check_lora(weights.lora, adapter_ids is not None)  # before rows move: on all ranks or on none
+        if torch.compiler.is_compiling() and (self.validate or self.chunk_tokens is not None):
+            raise ValueError(
+                "validate and chunk_tokens ask the host about sizes, which a compiled graph can't: unset them"
+            )
         if self.validate:
             validate_routing(topk_ids, topk_weights, self.dispatcher.owner.shape[0])
             if adapter_ids is not None:
                 validate_adapters(adapter_ids, weights.lora)
         self.overflow.poll()
-        out = self._destination(x, out, inplace)
+        out = self._destination(x, out, inplace, weights, topk_weights)
         order = self.shared_experts_order if shared_experts is not None else None
-        if order is not None and inplace:
+        if order is not None and out is not None and isinstance(x, Tensor) and share_memory(out, x):
             order = "before"
         shared = shared_experts() if shared_experts is not None and order == "before" else None
 
@@ -178,7 +186,7 @@ class MoEKernel:
             topk_weights,
             layout=layout,
             adapter_ids=adapter_ids,
-            scheme=self._scheme_for(x),
+            scheme=self.dispatch_scheme,
         )
         rows = _arrived(arriving)
         handle = rows.handle
@@ -219,7 +227,8 @@ class MoEKernel:
         """
         if not self.experts.monolithic:
             routing = route(logits, router, top_k, selection_bias=selection_bias)
-            return self(x, routing.topk_ids, routing.topk_weights, weights, **options)
+            precise = routing.topk_weights.to(torch.promote_types(self.experts.spec.dtype, torch.float32))
+            return self(x, routing.topk_ids, precise, weights, **options)
         shared_experts = options.pop("shared_experts", None)
         if options:
             raise ValueError(
@@ -253,20 +262,16 @@ class MoEKernel:
             traffic=traffic,
         )
 
-    def _scheme_for(self, x: Tensor | QuantizedRows) -> str | None:
-        scheme = self.dispatch_scheme
-        if scheme is not None and not isinstance(x, QuantizedRows) and torch.is_grad_enabled() and x.requires_grad:
-            raise ValueError(
-                f"dispatch_scheme={scheme!r} with an x that needs a gradient: none flows through quantized rows; use "
-                "torch.no_grad(), or dispatch_scheme=None in training"
-            )
-        return scheme
-
     def _ids_as_wanted(self, topk_ids: Tensor) -> Tensor:
         wanted = self.dispatcher.capabilities.topk_ids_dtype
-        return topk_ids if topk_ids.dtype == wanted or topk_ids.is_floating_point() else topk_ids.to(wanted)
+        if topk_ids.dtype != torch.int64 or wanted != torch.int32:
+            return topk_ids
+        limits = torch.iinfo(torch.int32)  # saturate: a wild id must not wrap around into a valid one
+        return topk_ids.clamp(limits.min, limits.max).to(torch.int32)
 
-    def _destination(self, x: Tensor | QuantizedRows, out: Tensor | None, inplace: bool) -> Tensor | None:
+    def _destination(
+        self, x: Tensor | QuantizedRows, out: Tensor | None, inplace: bool, weights: ExpertWeights, p: Tensor
+    ) -> Tensor | None:
         """Where the result goes: `out`, x, or None for memory of its own."""
         if not inplace and out is None:
             return None
@@ -275,15 +280,19 @@ class MoEKernel:
             raise ValueError("out=... with inplace=True: give one")
         if isinstance(x, QuantizedRows) and inplace:
             raise ValueError("inplace=True with quantized rows, which can't hold the result: give out=")
-        if torch.is_grad_enabled() and not isinstance(x, QuantizedRows) and x.requires_grad:
-            raise ValueError(f"{name} with an x that needs a gradient: backward reads x; use torch.no_grad()")
-        to = x if out is None else out
-        assert isinstance(to, Tensor)
-        right = (*x.shape[:1], self.experts.spec.hidden_size)
-        if tuple(to.shape) != right or to.dtype != self.experts.spec.dtype or not to.is_contiguous():
+        rows = x.values if isinstance(x, QuantizedRows) else x
+        leaves = [rows, p, *(t for t in vars(weights).values() if isinstance(t, Tensor))]
+        if torch.is_grad_enabled() and (weights.lora is not None or any(leaf.requires_grad for leaf in leaves)):
             raise ValueError(
-                f"{name}: {to.dtype} {tuple(to.shape)} with strides {to.stride()} must be contiguous "
-                f"{self.experts.spec.dtype} {right}"
+                f"{name} while gradients are recorded: backward needs what it would overwrite; use no_grad"
+            )
+        to = rows if out is None else out
+        right = (*x.shape[:1], self.experts.spec.hidden_size)
+        fits = tuple(to.shape) == right and to.dtype == self.experts.spec.dtype and to.is_contiguous()
+        if not fits or to.device != rows.device or to.requires_grad:
+            raise ValueError(
+                f"{name}: {to.dtype} {tuple(to.shape)} with strides {to.stride()} on {to.device} must be contiguous "
+                f"{self.experts.spec.dtype} {right} on {rows.device}, without requires_grad"
             )
         return to
 
@@ -313,6 +322,11 @@ class MoEKernel:
         made = batch(rows, self.overflow.capacity or rows.x.shape[0], with_weights=spec.weight_on_input)
         self.overflow.record(made.overflow)
         return experts.output(made.rows, weights, delegate=delegate, workspace=self._scratch())
+
+
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are views of one storage."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _arrived(pending: Pending[Any]) -> Any:

@@ -26,7 +26,9 @@ def plan_forward(
     traffic: Traffic | None,
 ) -> MemoryPlan:
     """The plan of a forward without gradients; see `MoEKernel.memory_plan`."""
-    spec = experts.spec
+    spec, num_experts = experts.spec, dispatcher.owner.shape[0]
+    if num_tokens < 0 or not 1 <= top_k <= num_experts:
+        raise ValueError(f"num_tokens={num_tokens}, top_k={top_k}: must be at least 0, and in [1, {num_experts}]")
     width, dtype = spec.hidden_size, spec.dtype
     moved = traffic if traffic is not None else dispatcher.traffic(num_tokens, top_k)
     values, words = dtype, 2 * top_k

@@ -152,7 +152,7 @@ def test_a_kernel_called_by_hand_checks_its_arguments() -> None:
         ((x, ids, p.half()), ["topk_weights.dtype=torch.float16", "torch.float32"]),
         ((x, ids.to("meta"), p), ["topk_ids is on meta", "cpu"]),
         ((torch.randn(3, 12), ids, p), ["rows are 12 wide", "hidden_size is 16"]),
-        ((x.half(), ids, p), ["gate_up_proj is torch.float32", "torch.float16"]),
+        ((x.half(), ids, p), ["rows are torch.float16, made for torch.float32", "convert"]),
     ]:
         with raises(*parts):
             call(*args, weights)

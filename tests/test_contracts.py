@@ -18,6 +18,7 @@ from epmoe.dispatch.local import LocalDispatcher
 from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
 from epmoe.experts import EXPERTS, ExpertWeights
 from epmoe.experts.base import Experts
+from epmoe.kernel import split
 from epmoe.quant.rows import ROW_SCHEMES, dequantize_rows, quantize_rows
 from epmoe.quant.weights import quantize_weights
 from epmoe.testing import poisoned_empty, run_ranks
@@ -163,7 +164,7 @@ def test_ids_are_given_to_the_dispatcher_in_the_dtype_it_wants(seed: int) -> Non
 def test_quantized_dispatch_with_a_gradient_is_refused(seed: int) -> None:
     kernel, weights = local_kernel("grouped", "standard", dispatch_scheme="fp8_row")
     x, ids, p = batch_of(0, 1, "uneven", seed)
-    with pytest.raises(ValueError, match="dispatch_scheme='fp8_row'.*torch.no_grad"):
+    with pytest.raises(ValueError, match="scheme 'fp8_row' with an x that needs a gradient.*torch.no_grad"):
         kernel(x.requires_grad_(), ids, p, weights)
     with pytest.raises(ValueError, match="fp9"):
         local_kernel("grouped", "standard", dispatch_scheme="fp9")
@@ -227,7 +228,7 @@ def test_a_destination_that_does_not_fit_is_refused(seed: int) -> None:
     ]:
         with torch.no_grad(), pytest.raises(ValueError, match=message):
             kernel(x, ids, p, weights, **options)
-    with pytest.raises(ValueError, match="inplace with an x that needs a gradient"):
+    with pytest.raises(ValueError, match="inplace while gradients are recorded"):
         kernel(x.requires_grad_(), ids, p, weights, inplace=True)
     with torch.no_grad(), pytest.raises(ValueError, match="give out="):
         kernel(quantize_rows(x, "fp8_row"), ids, p, weights, inplace=True)
@@ -461,3 +462,99 @@ def test_experts_of_a_scheme_get_rows_of_it_as_they_arrived_and_quantize_others_
     assert seen == ([scheme, None, None] if layout == "standard" else [None, None, None])
     assert layout == "batched" or torch.equal(sent, deferred)
     assert relative(foreign, deferred) < 0.07 and relative(sent, deferred) < 0.07
+
+
+# ---- what no gradient, no host and no wild number may slip through
+
+
+def gradient_refused(rank: int, ranks: int, seed: int) -> list[str]:
+    ep = EPGroup(timeout=60)
+    said = []
+    for name, scheme in itertools.product(DISPATCHERS, ROW_SCHEMES):
+        if name == "local":
+            continue
+        kernel, weights = make_kernel(rank, ranks, name, "grouped", "standard", ep, dispatch_scheme=scheme)
+        x, ids, p = batch_of(rank, ranks, "uneven", seed)
+        for rows in (x, quantize_rows(x, scheme)):
+            try:
+                kernel(rows, ids, p.clone().requires_grad_(), weights)
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
+def test_quantized_dispatch_never_loses_a_router_s_gradient_in_silence(seed: int) -> None:
+    for said in run_ranks(gradient_refused, 2, args=(seed,), timeout=60):
+        assert len(said) == 2 * len(ROW_SCHEMES) * (len(DISPATCHERS) - 1)
+        assert all("need" in text and "torch.no_grad()" in text for text in said)
+
+
+@pytest.mark.parametrize("experts", ["grouped", "torch_grouped", "reference"])
+def test_a_destination_is_refused_whoever_needs_the_gradient(experts: str, seed: int) -> None:
+    kernel, weights = local_kernel(experts, "standard")
+    frozen = ExpertWeights(weights.gate_up_proj.detach(), weights.down_proj.detach())
+    x, ids, p = batch_of(0, 1, "uneven", seed)
+    for args in ((x, ids, p, weights), (x, ids, p.clone().requires_grad_(), frozen)):
+        with pytest.raises(ValueError, match="out while gradients are recorded"):
+            kernel(*args, out=torch.empty_like(x))
+        with pytest.raises(ValueError, match="inplace while gradients are recorded"):
+            kernel(*args, inplace=True)
+    assert torch.equal(kernel(x.clone(), ids, p, frozen, inplace=True).routed, kernel(x, ids, p, frozen).routed)
+
+
+def test_out_in_the_memory_of_x_lets_the_shared_experts_see_x(seed: int) -> None:
+    kernel, weights = local_kernel("grouped", "standard", shared_experts_order="after")
+    x, ids, p = batch_of(0, 1, "uneven", seed)
+    given = x.clone()
+    with torch.no_grad():
+        result = kernel(given, ids, p, weights, out=given.view(given.shape), shared_experts=lambda: given.clone())
+    assert torch.equal(result.shared, x)
+
+
+def test_a_wild_id_of_64_bits_is_no_expert(seed: int) -> None:
+    kernel, weights = local_kernel("reference", "standard")
+    x, ids, p = batch_of(0, 1, "uneven", seed)
+    wild = torch.full_like(ids, 3, dtype=torch.int64) + 2**32
+    assert bool((kernel(x, wild, p, weights).routed == 0).all())
+    with pytest.raises(ValueError, match="topk_ids.dtype=torch.bool"):
+        kernel(x, ids.bool(), p, weights)
+
+
+def test_the_smaller_of_two_limits_on_rows_at_a_time_counts() -> None:
+    both = {"overflow": "chunk", "expert_capacity": 8}
+    assert local_kernel("batched", "batched", chunk_tokens=2, **both)[0].chunk_tokens == 2
+    assert local_kernel("batched", "batched", chunk_tokens=9, **both)[0].chunk_tokens == 8
+    with pytest.raises(ValueError, match="overflow='chunk' without expert_capacity"):
+        local_kernel("batched", "batched", overflow="chunk")
+
+
+def test_experts_called_by_hand_refuse_rows_they_would_misread(seed: int) -> None:
+    kernel, weights = local_kernel("reference", "standard")
+    x, ids, p = batch_of(0, 1, "uneven", seed)
+    with torch.no_grad():
+        for scheme in ROW_SCHEMES:
+            rows = kernel.dispatcher.dispatch(x, ids, p, scheme=scheme)
+            with pytest.raises(ValueError, match=rf"quantized \({scheme}\).*rows.dequantized\(torch.float32\)"):
+                kernel.experts(rows, weights)
+            kernel.experts(rows.dequantized(x.dtype), weights)
+    with pytest.raises(ValueError, match="rows are torch.bfloat16, made for torch.float32"):
+        kernel.experts(kernel.dispatcher.dispatch(x.bfloat16(), ids, p), weights)
+
+
+def test_what_serving_leaves_behind_does_not_hinder_training(seed: int) -> None:
+    space = Workspace(torch.device("cpu"))
+    kernel, weights = local_kernel("batched", "batched", expert_capacity=9, overflow="drop", workspace=space)
+    batch = batch_of(0, 1, "uneven", seed)
+    with torch.inference_mode():
+        kernel(*batch, weights)
+    kernel(*batch, weights).routed.sum().backward()
+    with torch.no_grad():
+        kernel(*batch, weights)
+
+
+def test_rounds_are_computed_as_the_whole_would_be(seed: int) -> None:
+    kernel, _ = local_kernel("grouped", "standard")
+    rows = kernel.dispatcher.dispatch(*batch_of(0, 1, "uneven", seed))
+    parts = split(rows, 4)
+    assert [part.x.shape[0] for part in parts] == [4, 4, 1]
+    assert {part.expected_m for part in parts} == {-(-rows.max_assignments // rows.num_local)}

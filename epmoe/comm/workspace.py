@@ -77,7 +77,11 @@ class Workspace:
                 raise RuntimeError(
                     f"{self.name}: {wanted} bytes are wanted, {self.nbytes} are there and it is {why}: {way}"
                 )
-            self._buffer = torch.empty(wanted, dtype=torch.uint8, device=self.device)
+            if self._buffer is not None and self.device.type == "cuda":
+                self._buffer.record_stream(torch.cuda.current_stream(self.device))  # it may be in use there still
+            self._buffer = None  # before the new one is there: never both
+            with torch.inference_mode(False):  # it outlives the call that makes it
+                self._buffer = torch.empty(wanted, dtype=torch.uint8, device=self.device)
         if self._buffer is None:
             return [torch.empty(part.shape, dtype=part.dtype, device=self.device) for part in parts]
         if capturing and not any(held is self._buffer for held in self._captured):

@@ -100,7 +100,10 @@ class AllGatherDispatcher(ExchangeDispatcher):
 
     def traffic(self, num_tokens: int, top_k: int) -> Traffic:
         rows = self.ep.num_ranks * num_tokens
-        return Traffic(rows, rows, rows * top_k)
+        return Traffic(num_tokens, rows, rows * top_k)
+
+    def rows_back(self, traffic: Traffic) -> int:
+        return traffic.received
 
     def wire_bytes(self, handle: Layout, row_bytes: int) -> tuple[int, int]:
         assert isinstance(handle, AllGatherLayout)

@@ -144,7 +144,6 @@ class BatchedInput:
 class DispatcherCapabilities:
     """What a dispatcher can do and what it wants, stated so that nobody finds out by a crash."""
 
-    layouts: tuple[str, ...] = ("standard",)
     asynchronous: bool = False
     cuda_graph: bool = False
     autograd: bool = True
@@ -322,6 +321,11 @@ class Dispatcher(ABC):
         """Raises `ValueError` for shapes, dtypes, devices or strides that can't be dispatched."""
         where = f"layer {self.layer!r}: "
         if isinstance(x, QuantizedRows):
+            if torch.is_grad_enabled() and topk_weights.requires_grad:
+                raise ValueError(
+                    f"{where}quantized rows (scheme={x.scheme!r}) with router weights that need a gradient: none flows "
+                    "through such rows; use torch.no_grad(), or no dispatch scheme in training"
+                )
             x = x.values
         if x.dim() != 2 or topk_ids.dim() != 2 or topk_weights.shape != topk_ids.shape:
             raise ValueError(
@@ -335,8 +339,11 @@ class Dispatcher(ABC):
         wanted = self.capabilities.topk_ids_dtype
         if topk_ids.dtype != wanted:
             raise ValueError(f"{where}topk_ids.dtype={topk_ids.dtype}: must be {wanted}")
-        if topk_weights.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"{where}topk_weights.dtype={topk_weights.dtype}: must be torch.float32 (or float64)")
+        precise = (torch.float32, torch.float64) if x.dtype == torch.float64 else (torch.float32,)
+        if topk_weights.dtype not in precise:
+            raise ValueError(
+                f"{where}topk_weights.dtype={topk_weights.dtype}: must be torch.float32 (float64 beside float64 rows)"
+            )
         if adapter_ids is not None and (adapter_ids.dtype != torch.int32 or adapter_ids.shape != x.shape[:1]):
             raise ValueError(
                 f"{where}adapter_ids is {adapter_ids.dtype} {tuple(adapter_ids.shape)}: must be int32 ({x.shape[0]},)"

@@ -258,9 +258,13 @@ class ExchangeDispatcher(Dispatcher):
             buffer("rows sent", (sent, message_bytes), byte, "dispatch"),
             buffer("rows received", (received, message_bytes), byte, "dispatch", "experts", "combine"),
             buffer("reduced rows sent back", (received, width), dtype, "combine", "sum"),
-            buffer("rows that came back", (sent, width), dtype, "combine", "sum"),
+            buffer("rows that came back", (self.rows_back(traffic), width), dtype, "combine", "sum"),
             buffer("output", (num_tokens, width), dtype, "sum"),
         ]
+
+    def rows_back(self, traffic: Traffic) -> int:
+        """Rows that combine gets back: one for each that dispatch sent."""
+        return traffic.sent
 
     def dispatch_async(
         self,
@@ -319,7 +323,8 @@ class ExchangeDispatcher(Dispatcher):
             )
         if compiling:
             tensors, numbers = self.pack_layout(handle)
-            return Pending.done(_ops(self).give_back(rows, tensors, numbers, self.ep.name, self.ep.timeout))
+            given = _ops(self).give_back(rows, tensors, numbers, self.ep.name, self.ep.timeout)
+            return Pending.done(given if out is None else out.copy_(given))
 
         flight = launch(
             lambda rows: self.give_back(rows, handle, self.ep, f"layer {self.layer!r}, combine", out),

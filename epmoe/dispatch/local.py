@@ -47,7 +47,7 @@ class LocalDispatcher(Dispatcher):
         self, rows: Tensor | ExpertOutput, handle: Layout, *, out: Tensor | None = None
     ) -> Pending[Tensor]:
         reduced = self.reduced(rows, out)
-        return Pending.done(reduced if out is None or reduced is out else out.copy_(reduced))
+        return Pending.done(reduced if out is None or not isinstance(rows, Tensor) else out.copy_(reduced))
 
     def traffic(self, num_tokens: int, top_k: int) -> Traffic:
         return Traffic(0, num_tokens, num_tokens * top_k)

@@ -31,8 +31,8 @@ class Overflow:
             raise ValueError(f"overflow={policy!r}: must be raise, chunk or drop")
         if capacity is not None and capacity < 1:
             raise ValueError(f"expert_capacity={capacity}: must be at least 1, or None for room for every row")
-        if capacity is None and policy == "drop":
-            raise ValueError("overflow='drop' without expert_capacity: nothing can overflow, set expert_capacity")
+        if capacity is None and policy != "raise":
+            raise ValueError(f"overflow={policy!r} without expert_capacity: nothing can overflow, set expert_capacity")
         self.policy = policy
         self.capacity = capacity
         self.where = where
@@ -49,8 +49,9 @@ class Overflow:
         if self.capacity is None or self.policy == "chunk":
             return
         if self._counts is None:
-            self._counts = torch.zeros_like(overflow, dtype=torch.int64)
-            self._seen = torch.zeros(overflow.shape, dtype=torch.int64, pin_memory=overflow.is_cuda)
+            with torch.inference_mode(False):  # they outlive the call that makes them
+                self._counts = torch.zeros(overflow.shape, dtype=torch.int64, device=overflow.device)
+                self._seen = torch.zeros(overflow.shape, dtype=torch.int64, pin_memory=overflow.is_cuda)
         assert self._seen is not None
         self._counts += overflow
         if self.policy == "raise":

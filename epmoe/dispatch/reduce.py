@@ -70,6 +70,6 @@ def weight_and_reduce(output: ExpertOutput, *, out: Tensor | None = None) -> Ten
         `[T, H]` in the rows' dtype.
     """
     if output.slot is None:
-        return output.rows
+        return output.rows if out is None else out.copy_(output.rows)
     rows = output.rows if output.rows.dim() == 2 else output.rows.flatten(0, 1)
     return gather_sum(rows, output.slot, output.topk_weights, rows.dtype, out=out)

@@ -35,8 +35,8 @@ class ExpertWeights:
         gate_up_bias: `[L, 2I]` (or `[L, I]`), or None.
         down_bias: `[L, H]`, or None.
         lora: adapters beside them, which rows with `adapter_ids` meet too, or None.
-        gate_up_scale, down_scale: scales of quantized gate_up_proj and down_proj, float32, of the shapes that the scheme
-            says (`quant/weights.py`); None where they are not quantized.
+        gate_up_scale, down_scale: scales of quantized gate_up_proj and down_proj, float32, of the shapes that
+            the scheme says (`quant/weights.py`); None where they are not quantized.
     """
 
     gate_up_proj: Tensor
@@ -265,8 +265,18 @@ class Experts(ABC):
         }
         if rows.x.shape[-1] != h:
             raise ValueError(f"experts={self.name!r}: rows are {rows.x.shape[-1]} wide, hidden_size is {h}")
-        quantized_rows = isinstance(rows, ExpertInput) and rows.scheme is not None
-        dtype = spec.dtype if quantized_rows else rows.x.dtype
+        row_scheme = rows.scheme if isinstance(rows, ExpertInput) else None
+        if not self.takes_rows(row_scheme, layout):
+            raise ValueError(
+                f"experts={self.name!r}: rows are quantized ({row_scheme}), which these do not compute with: pass "
+                f"rows.dequantized({spec.dtype})"
+            )
+        if row_scheme is None and rows.x.dtype != spec.dtype:
+            raise ValueError(
+                f"experts={self.name!r}: rows are {rows.x.dtype}, made for {spec.dtype}: convert them, or run under "
+                "torch.autocast"
+            )
+        dtype = spec.dtype
         self._check_scales(weights)
         for name, (tensor, shape) in expected.items():
             if tensor is None:
@@ -290,8 +300,8 @@ class Experts(ABC):
             where = f"experts={self.name!r}: {name}"
             if (scheme is None) != (scale is None):
                 raise ValueError(
-                    f"{where}_scale is {'given' if scheme is None else 'None'} with scheme={scheme!r} in the spec: scales "
-                    "belong to quantized weights"
+                    f"{where}_scale is {'given' if scheme is None else 'None'} with scheme={scheme!r} in the spec: "
+                    "scales belong to quantized weights"
                 )
             if scheme is None or scale is None:
                 continue
@@ -300,8 +310,8 @@ class Experts(ABC):
                 raise ValueError(f"{where}_proj is {values.dtype}: must be {row_dtype(scheme)} for scheme={scheme!r}")
             if tuple(scale.shape) != right or scale.dtype != torch.float32 or scale.device != values.device:
                 raise ValueError(
-                    f"{where}_scale is {scale.dtype} {tuple(scale.shape)} on {scale.device}: must be torch.float32 {right} "
-                    f"on {values.device} for scheme={scheme!r}"
+                    f"{where}_scale is {scale.dtype} {tuple(scale.shape)} on {scale.device}: must be torch.float32 "
+                    f"{right} on {values.device} for scheme={scheme!r}"
                 )
 
     def _check_batched(self, rows: BatchedInput) -> None:

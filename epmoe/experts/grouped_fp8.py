@@ -42,7 +42,8 @@ class GroupedFp8Experts(Experts):
         if spec.dtype not in (torch.bfloat16, torch.float16):
             return f"dtype={spec.dtype}: must be bfloat16 or float16"
         if spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) < (8, 9):
-            return f"{torch.cuda.get_device_name(spec.device)}: fp8 needs compute capability 8.9; dequantize the weights"
+            name = torch.cuda.get_device_name(spec.device)
+            return f"{name}: fp8 needs compute capability 8.9; dequantize the weights"
         return None
 
     def apply(self, rows: ExpertInput | BatchedInput, weights: ExpertWeights) -> Tensor:
@@ -98,15 +99,14 @@ class GroupedFp8Experts(Experts):
         w1, w2, s1, s2 = weights.gate_up_proj, weights.down_proj, weights.gate_up_scale, weights.down_scale
         assert s1 is not None and s2 is not None
         start, end, index, divisor, n, expected_m = rows
-        # of rows in place only those of a segment; all of those that an index finds, which other ranks' choices padded
         last = end[-1:] if span == n else end
-        if x_scale is None:
+        if x_scale is None:  # of rows in their places only those of a segment: the others may hold anything
             x, x_scale = quantize(x, scheme) if index is not None else quantize(x, scheme, last, span)
         act = (spec.activation.name, spec.activation.alpha, spec.activation.limit)
         fused = scheme == "fp8_block"
         a, a_scale = scaled_grouped_gemm_act(
-            x, x_scale, w1, s1, weights.gate_up_bias, start, end, index, divisor, n, weight_in, *act, scheme, spec.dtype,
-            fused, expected_m=expected_m,
+            x, x_scale, w1, s1, weights.gate_up_bias, start, end, index, divisor, n, weight_in, *act, scheme,
+            spec.dtype, fused, expected_m=expected_m,
         )  # fmt: skip
         if not fused:
             a, a_scale = quantize(a, scheme, last, span)

@@ -141,12 +141,12 @@ class MonolithicExperts(Experts):
                 )
             routing = name in ("logits", "selection_bias")
             if not tensor.is_floating_point() or (not routing and tensor.dtype != x.dtype):
-                right = "a floating dtype" if routing else f"{x.dtype} as x is: convert one, or run under torch.autocast"
+                right = "a floating dtype" if routing else f"{x.dtype}, as x: convert one, or run under torch.autocast"
                 raise ValueError(f"{where}{name} is {tensor.dtype}, must be {right}")
             if tensor.device != x.device:
                 raise ValueError(f"{where}{name} is on {tensor.device}, x on {x.device}")
             if torch.is_grad_enabled() and tensor.requires_grad:
                 raise ValueError(
-                    f"{where}{name} wants a gradient and there is no backward here: use torch.no_grad(), or a router and "
-                    "experts='grouped'"
+                    f"{where}{name} wants a gradient and there is no backward here: use torch.no_grad(), or a router "
+                    "and experts='grouped'"
                 )

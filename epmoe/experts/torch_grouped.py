@@ -90,10 +90,10 @@ class TorchGroupedExperts(Experts):
         position = torch.arange(rows.max_assignments, dtype=torch.int32, device=rows.x.device)
         real = (position < ends[-1])[:, None]
         expert = torch.searchsorted(ends, position, right=True).clamp_max(rows.num_local - 1)
-        scale = rows.topk_weights.reshape(-1, 1)[row_index.clamp_min(0)]
 
         x = _Permute.apply(rows.x, row_index, slot)
         if self.spec.weight_on_input:
+            scale = rows.topk_weights.reshape(-1, 1)[row_index.clamp_min(0)]
             x = torch.where(real, (x * scale).to(x.dtype), 0)  # also stops the tail's gradient short of `scale`
         h = F.grouped_mm(x, weights.gate_up_proj.transpose(1, 2), offs=ends)
         h = torch.where(real, h, 0)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _autograd
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 try:
     import greenlet
@@ -39,7 +40,7 @@ class ThreadState:
         randomness: include the random generator; on CPU that costs a copy of its 5 kB.
     """
 
-    __slots__ = ("autocast", "cached", "device", "dtype", "generator", "grad", "hooks", "kind", "stream")
+    __slots__ = ("autocast", "cached", "device", "dtype", "generator", "grad", "hooks", "inference", "kind", "stream")
 
     def __init__(self, device: torch.device, randomness: bool) -> None:
         self.device, self.kind = device, device.type
@@ -48,6 +49,7 @@ class ThreadState:
     def _look(self, randomness: bool) -> None:
         kind = self.kind
         self.grad = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
         self.autocast = torch.is_autocast_enabled(kind)
         self.dtype = torch.get_autocast_dtype(kind)
         self.cached = torch.is_autocast_cache_enabled()
@@ -113,6 +115,28 @@ def _put_hooks(hooks: list[Any]) -> None:
         _push_hooks(pack, unpack)
 
 
+def _modes_entered() -> tuple[int, int]:
+    """How many dispatch modes (as of selective checkpointing) and function modes (as of default devices) there are."""
+    return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
+
+
+def _leave_modes(outer: tuple[int, int]) -> tuple[list[Any], list[Any]]:
+    """Takes off the thread's stacks what came after `outer`, innermost first."""
+    dispatch, function = [], []
+    while torch._C._len_torch_dispatch_stack() > outer[0]:
+        dispatch.append(_pop_mode())
+    while torch._C._len_torch_function_stack() > outer[1]:
+        function.append(torch._C._pop_torch_function_stack())
+    return dispatch, function
+
+
+def _enter_modes(modes: tuple[list[Any], list[Any]]) -> None:
+    for mode in reversed(modes[0]):
+        _push_mode(mode)
+    for mode in reversed(modes[1]):
+        torch._C._push_on_torch_function_stack(mode)
+
+
 def _cuda_generator(device: torch.device) -> torch.Generator:
     index = device.index if device.index is not None else torch.cuda.current_device()
     return torch.cuda.default_generators[index]
@@ -131,6 +155,7 @@ class Microbatch(_Base):  # type: ignore[misc]
         self.index = index
         self.randomness = randomness
         self.state = state
+        self._outer = _modes_entered()  # by the caller, around all microbatches
 
     def resume(self) -> Any:
         """Runs until it yields or ends; the thread's state is its own meanwhile. Called by the scheduler."""
@@ -138,9 +163,22 @@ class Microbatch(_Base):  # type: ignore[misc]
         return self.switch()
 
     def let_others_run(self) -> None:
-        """Yields, called from inside: others run until this one is resumed."""
+        """Yields, called from inside: others run until this one is resumed.
+
+        Raises:
+            RuntimeError: inside an inference mode that began inside `run_microbatched`, which can't be left and entered
+                again.
+        """
+        if torch.is_inference_mode_enabled() is not self.state.inference:
+            raise RuntimeError(
+                "a microbatch would yield inside torch.inference_mode(): enter it around run_microbatched, or use "
+                "torch.no_grad() inside"
+            )
         self.state.again(self.randomness)
+        modes = _leave_modes(self._outer) if _modes_entered() != self._outer else None
         self.parent.switch()
+        if modes is not None:
+            _enter_modes(modes)
 
 
 def current_microbatch() -> Microbatch | None:

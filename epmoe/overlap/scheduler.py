@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -23,6 +24,14 @@ from epmoe.comm import EPGroup
 from epmoe.overlap.microbatch import HAVE_GREENLET, Microbatch, ThreadState, current_microbatch, rows_of
 
 Phase = Literal["prefill", "decode"]
+_CLEANUP_YIELDS = 8  # how often a microbatch may yield in its cleanup
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """An input of `run_microbatched` that goes to every part as it is, whatever its size."""
+
+    value: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +48,7 @@ class MinTokens:
 def run_microbatched(
     fn: Callable[..., Any],
     *inputs: Any,
-    num_microbatches: int = 2,
+    num_microbatches: int | None = None,
     split: Sequence[int] | None = None,
     merge: Callable[[list[Any]], Any] | None = None,
     ep: EPGroup | None = None,
@@ -52,19 +61,21 @@ def run_microbatched(
 
     Args:
         fn: any callable that contains `MoELayer`s: a block, a whole model. It must treat the entries of a batch apart.
-        inputs: tensors (and lists, tuples, dicts of them) are split along their first dimension, where it is the
-            batch's, that of the first tensor; all else goes to each part as it is.
-        num_microbatches: how many parts; the same on all ranks.
+        inputs: tensors (and lists, tuples, dicts of them) are split along their first dimension, where it is as long as
+            that of the first tensor, the batch; all else, and what is wrapped in `Whole`, goes to each part as it is.
+        num_microbatches: how many parts; the same on all ranks. None: as many as `split` has, or 2.
         split: their sizes, summing to the batch; None: as equal as can be, the last ones may be empty.
         merge: joins the parts' results; None: tensors are concatenated along their first dimension.
         ep: agree with its ranks before running: that all split into as many parts, and whether the batch is worth it.
-            One small exchange that the host waits for; skipped while a CUDA graph is captured. None: nobody is asked,
-            and `min_tokens` counts this rank's tokens.
+            One small exchange that the host waits for; skipped while a CUDA graph is captured, where all ranks count
+            as having as many tokens as this one. None: nobody is asked, and `min_tokens` counts this rank's tokens.
         phase: which of `min_tokens` counts.
         min_tokens: see `MinTokens`; a number serves both phases; None: always split.
         interleave: False runs the parts one after another: the same bits, nothing overlaps.
         randomness: give each part a random generator of its own, seeded from torch's default one, so that interleaving
             changes no dropout; None: while gradients are recorded.
+
+    Under FSDP2 use `reshard_after_forward=False`: a part that ends would take away weights that another is using.
 
     Raises:
         ValueError: sizes that do not fit, a call inside another, or ranks that disagree on the number of parts.
@@ -74,26 +85,36 @@ def run_microbatched(
         raise ValueError("run_microbatched needs the package greenlet: pip install greenlet (or 'epmoe[overlap]')")
     if current_microbatch() is not None:
         raise ValueError("run_microbatched inside run_microbatched: split once, at the outermost call")
+    if num_microbatches is None:
+        num_microbatches = len(split) if split is not None else 2
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches}: must be at least 1")
+    if phase not in get_args(Phase):
+        raise ValueError(f"phase={phase!r}: must be {' or '.join(get_args(Phase))}")
     leaves, spec = pytree.tree_flatten(inputs)
     first = next((leaf for leaf in leaves if rows_of(leaf) is not None), None)
     if first is None:
         raise ValueError("no input is a tensor with a batch dimension: there is nothing to split")
     batch = first.shape[0]
+    # before a size that is wrong here alone: other ranks wait for this one
+    worth = _worth_splitting(first, num_microbatches, ep, phase, min_tokens)
     sizes = _sizes(batch, num_microbatches, split)
-    if not _worth_splitting(first, num_microbatches, ep, phase, min_tokens):
-        return fn(*inputs)
+    if not worth:
+        return fn(*pytree.tree_unflatten([_bare(leaf) for leaf in leaves], spec))
 
     parts: list[list[Any]] = [[] for _ in sizes]
     for leaf in leaves:
-        pieces = leaf.split(sizes) if rows_of(leaf) == batch else [leaf] * len(sizes)
+        pieces = leaf.split(sizes) if rows_of(leaf) == batch else [_bare(leaf)] * len(sizes)
         for part, piece in zip(parts, pieces, strict=True):
             part.append(piece)
     arguments = [pytree.tree_unflatten(part, spec) for part in parts]
     own_generators = torch.is_grad_enabled() if randomness is None else randomness
     results = _run(fn, arguments, first.device, interleave, own_generators)
     return (merge or concatenate)(results)
+
+
+def _bare(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, Whole) else leaf
 
 
 def concatenate(results: list[Any]) -> Any:
@@ -108,14 +129,15 @@ def concatenate(results: list[Any]) -> Any:
         raise ValueError("the parts gave results of different structure: pass merge= to join them")
     joined = []
     for pieces in zip(*(leaves for leaves, _ in flat), strict=True):
-        if all(isinstance(piece, Tensor) for piece in pieces):
+        tensors = [isinstance(piece, Tensor) for piece in pieces]
+        if all(tensors):
             if pieces[0].dim() == 0:
                 raise ValueError(
                     "a part gave a tensor without dimensions, such as a mean over its tokens: pass merge= to say how "
                     "parts of different sizes are joined"
                 )
             joined.append(torch.cat(pieces))
-        elif all(piece == pieces[0] for piece in pieces):
+        elif not any(tensors) and all(piece == pieces[0] for piece in pieces):
             joined.append(pieces[0])
         else:
             raise ValueError(f"the parts gave {pieces}: pass merge= to join what is no tensor")
@@ -143,7 +165,7 @@ def _worth_splitting(
     tokens = first.shape[:-1].numel() if first.is_floating_point() else first.numel()
     capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
     if ep is None or capturing:
-        return parts > 1 and tokens >= limit
+        return parts > 1 and tokens * (ep.num_ranks if ep is not None else 1) >= limit
     operation = "agreeing on microbatches"
     mine = torch.tensor([tokens, parts, limit], dtype=torch.int64, device=ep.device)
     gathered, work = ep.all_gather_async(mine)
@@ -185,9 +207,23 @@ def _run(
                 if microbatch.dead:
                     waiting.remove(microbatch)
     finally:
-        for microbatch in waiting:
-            if not microbatch.dead:
-                microbatch.state.restore()
-                microbatch.throw()  # GreenletExit: its own cleanup runs, nothing of it reaches the caller
+        _end(waiting)
         before.restore()
     return results
+
+
+def _end(microbatches: list[Microbatch]) -> None:
+    """Ends those that have not: their cleanup runs. What that raises is a warning and does not hide the first error."""
+    for microbatch in microbatches:
+        for _ in range(_CLEANUP_YIELDS):
+            if microbatch.dead:
+                break
+            microbatch.state.restore()
+            try:
+                microbatch.throw()
+            except BaseException as error:
+                warnings.warn(f"microbatch {microbatch.index} raised {error!r} while it was ended", stacklevel=2)
+        if not microbatch.dead:
+            warnings.warn(
+                f"microbatch {microbatch.index} goes on yielding while it is ended: left behind", stacklevel=2
+            )

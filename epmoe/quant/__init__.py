@@ -1,6 +1,6 @@
 """Quantization: the schemes, their data, and references that say what they mean."""
 
-from epmoe.quant.rows import ROW_SCHEMES, QuantizedRows, dequantize_rows, quantize_rows, scales_per_row
+from epmoe.quant.rows import ROW_SCHEMES, QuantizedRows, dequantize_rows, quantize_rows, row_dtype, scales_per_row
 from epmoe.quant.weights import (
     WEIGHT_SCHEMES,
     QuantizedWeights,
@@ -18,6 +18,7 @@ __all__ = [
     "dequantize_weights",
     "quantize_rows",
     "quantize_weights",
+    "row_dtype",
     "scales_per_row",
     "weight_scale_shape",
 ]

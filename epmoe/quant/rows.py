@@ -95,7 +95,16 @@ def quantize_rows(x: Tensor, scheme: str) -> QuantizedRows:
 
 
 def quantized(x: Tensor | QuantizedRows, scheme: str | None) -> Tensor | QuantizedRows:
-    """x as `scheme` wants it; as it is without one, or where it has been quantized already."""
+    """x as `scheme` wants it; as it is without one, or where it has been quantized already.
+
+    Raises:
+        ValueError: x needs a gradient, which does not flow through quantized rows.
+    """
+    if scheme is not None and not isinstance(x, QuantizedRows) and torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(
+            f"dispatch scheme {scheme!r} with an x that needs a gradient: none flows through quantized rows; use "
+            "torch.no_grad(), or no dispatch scheme in training"
+        )
     return x if scheme is None or isinstance(x, QuantizedRows) else quantize_rows(x, scheme)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from epmoe.ops.quantize import SCALE_BLOCK, SMALLEST_SCALE, quantize, row_format
+from epmoe.ops.quantize import SCALE_BLOCK, quantize, row_format, scale_of_reference
 
 WEIGHT_SCHEMES = ("fp8_block", "fp8_row")
 
@@ -66,7 +66,7 @@ class QuantizedWeights:
                 f"scheme={self.scheme!r}"
             )
         if scales.device != values.device:
-            raise ValueError(f"QuantizedWeights.scales is on {scales.device}: must be on {values.device}, as the values")
+            raise ValueError(f"QuantizedWeights.scales is on {scales.device}: must be on {values.device}, as values")
 
 
 def quantize_weights(w: Tensor, scheme: str) -> QuantizedWeights:
@@ -98,12 +98,11 @@ def _quantize_blocks(w: Tensor) -> tuple[Tensor, Tensor]:
     tall, wide = -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)
     padded = F.pad(w.float(), (0, wide * SCALE_BLOCK - k, 0, tall * SCALE_BLOCK - n))
     blocks = padded.view(tall, SCALE_BLOCK, wide, SCALE_BLOCK)
-    largest = row_format("fp8_block").largest
+    form = row_format("fp8_block")
     amax = blocks.abs().amax((1, 3))
-    finite = amax.isfinite()
-    scale = torch.where(amax == 0, 1.0, (torch.where(finite, amax, 0) * (1.0 / largest)).clamp_min(SMALLEST_SCALE))
+    finite, scale = amax.isfinite(), scale_of_reference(amax, form)
     scaled = torch.where(finite[:, None, :, None], blocks * (1.0 / scale)[:, None, :, None], 0)
-    values = scaled.clamp(-largest, largest).to(torch.float8_e4m3fn)
+    values = scaled.clamp(-form.largest, form.largest).to(form.dtype)
     return values.view(padded.shape)[:n, :k], torch.where(finite, scale, torch.nan)
 
 
