@@ -6,8 +6,10 @@ the ranks. Each is printed and recorded when it is done, so that a run that is c
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +17,10 @@ import torch
 import typer
 from rich.console import Console
 
+from epmoe.bench import grouped_gemm as gemms
+from epmoe.bench import routed_mlp as mlps
 from epmoe.bench.dispatch_combine import DispatchCombineCase, measure_dispatch_combine
+from epmoe.bench.grouped_gemm import GroupedGemmCase, measure_grouped_gemm
 from epmoe.bench.layer import LayerCase, measure_layer
 from epmoe.bench.records import RESULTS, Record
 from epmoe.bench.routed_mlp import RoutedMLPCase, measure_routed_mlp
@@ -36,8 +41,10 @@ Out = Annotated[Path | None, typer.Option(help="Folder of the records; default: 
 Quick = Annotated[bool, typer.Option("--quick", help="Few repetitions: to see that it works.")]
 Device = Annotated[str, typer.Option(help="auto, cuda or cpu.")]
 Timeout = Annotated[float, typer.Option(help="Seconds for all cases together.")]
+Compilers = Annotated[int, typer.Option(min=0, help="Processes that compile kernels first; each uses GPU memory.")]
 
 TIMEOUT = 540.0
+COMPILERS = min(12, os.cpu_count() or 1)
 
 
 @bench_app.command("layer")
@@ -70,30 +77,77 @@ def layer(
 
 @bench_app.command("routed_mlp")
 def routed_mlp(
-    shape: Shapes = "qwen3-30b",
-    tokens: TokensPerRank = "1,16,64,128,512,4096,16384",
-    mode: Modes = "infer",
-    experts: ExpertsNames = "grouped",
+    shape: Annotated[str | None, typer.Option(help="Names from epmoe/bench/shapes.py.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens.")] = None,
+    mode: Annotated[str | None, typer.Option(help="infer (forward) or train (forward and backward).")] = None,
+    scheme: Annotated[str | None, typer.Option(help="bf16 or fp8_block.")] = None,
+    experts: Annotated[str | None, typer.Option(help="grouped (fp8: grouped_fp8), torch_grouped, reference.")] = None,
     routing: Routings = "uniform",
-    scheme: Annotated[str, typer.Option(help="bf16.")] = "bf16",
-    graph: Annotated[bool, typer.Option("--graph", help="Replay each call as a CUDA graph; infer only.")] = False,
+    eager: Annotated[bool, typer.Option("--eager", help="Time infer as launches, not as a CUDA graph.")] = False,
     out: Out = None,
     quick: Quick = False,
     device: Device = "auto",
     timeout: Timeout = TIMEOUT,
+    compilers: Compilers = COMPILERS,
 ) -> None:
-    """The experts of one GPU: sort, GEMM1, activation, GEMM2, weighted sum."""
-    cases = _cases(
-        RoutedMLPCase,
-        scheme=_values(scheme),
-        shape=_values(shape),
-        tokens=_numbers(tokens),
-        mode=_values(mode),
-        experts=_values(experts),
-        routing=_values(routing),
-        graph=[graph],
-    )
-    _run(measure_routed_mlp, cases, 1, out, quick, device, timeout)
+    """The experts of one GPU: sort, GEMM1, activation, GEMM2, weighted sum.
+
+    Without shape, tokens, mode and scheme: the cases of README's table.
+    """
+    if shape is tokens is mode is scheme is None:
+        cases = mlps.standard_cases()
+        cases = [dataclasses.replace(case, eager=eager and case.mode == "infer") for case in cases]
+        cases = _changed(cases, routing=routing, **({} if experts is None else {"experts": experts}))
+    else:
+        cases = []
+        for one in _values(scheme or "bf16"):
+            cases += _cases(
+                RoutedMLPCase,
+                scheme=[one],
+                shape=_values(shape or "qwen3-30b"),
+                tokens=_numbers(tokens or "1,16,64,128,512,4096,16384"),
+                mode=_values(mode or "infer"),
+                experts=_values(experts or mlps.KERNELS.get(one, "auto")),
+                routing=_values(routing),
+                eager=[eager],
+            )
+    _run(measure_routed_mlp, cases, 1, out, quick, device, timeout, compilers)
+
+
+@bench_app.command("grouped_gemm")
+def grouped_gemm(
+    shape: Annotated[str | None, typer.Option(help="A, B, C, D, F, G or EXPERTSxROWSxNxK.")] = None,
+    layout: Annotated[str | None, typer.Option(help="even, uneven, gathered or swiglu.")] = None,
+    scheme: Annotated[str | None, typer.Option(help="bf16, fp8_row or fp8_block.")] = None,
+    rows: Annotated[str | None, typer.Option(help="Rows per expert, instead of the shapes' own.")] = None,
+    sustained: Annotated[float, typer.Option(min=0, help="Seconds of A and D back to back; 0: bursts only.")] = 1.0,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "auto",
+    timeout: Timeout = TIMEOUT,
+    compilers: Compilers = COMPILERS,
+) -> None:
+    """One grouped matrix product: a burst after a rest, and of A and D also the speed under load.
+
+    Without shape, layout, scheme and rows: the cases of README's table.
+    """
+    if shape is layout is scheme is rows is None:
+        cases = gemms.standard_cases()
+    else:
+        try:
+            shapes = [gemms.named_shape(name) for name in _values(shape or "A,B,C,D,F,G")]
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        counts = None if rows is None else _numbers(rows, "rows")
+        cases = []
+        for experts, own, n, k in shapes:
+            fields = {"experts": [experts], "rows": counts or [own], "n": [n], "k": [k]}
+            cases += _cases(
+                GroupedGemmCase, layout=_values(layout or "even"), scheme=_values(scheme or "bf16"), **fields
+            )
+    settings = {} if quick else {"warmup": 3, "repeat": 20, "idle": 0.33}
+    settings["sustained"] = 0.02 if quick and sustained else sustained
+    _run(measure_grouped_gemm, cases, 1, out, quick, device, timeout, compilers, settings)
 
 
 @bench_app.command("dispatch_combine")
@@ -103,8 +157,8 @@ def dispatch_combine(
     ranks: Ranks = 2,
     dispatcher: Dispatchers = "all_to_all",
     routing: Routings = "uniform",
-    profile: Annotated[str, typer.Option(help="collective.")] = "collective",
-    scheme: Annotated[str, typer.Option(help="bf16.")] = "bf16",
+    profile: Annotated[str, typer.Option(help="auto, collective, latency or throughput.")] = "auto",
+    scheme: Annotated[str, typer.Option(help="bf16 or fp8_block: how rows are sent.")] = "bf16",
     out: Out = None,
     quick: Quick = False,
     device: Device = "auto",
@@ -148,15 +202,26 @@ def table(
 
 
 def _run(
-    measure: Measure, cases: Sequence[Any], ranks: int, out: Path | None, quick: bool, device: str, timeout: float
+    measure: Measure,
+    cases: Sequence[Any],
+    ranks: int,
+    out: Path | None,
+    quick: bool,
+    device: str,
+    timeout: float,
+    compilers: int = 0,
+    settings_of_bench: Mapping[str, Any] | None = None,
 ) -> None:
     console = _console()
     cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     if out is None and cuda:
         out = RESULTS
     settings = Settings(*(2, 5) if quick else (5, 30), out=None if out is None else str(out.resolve()))
+    settings = dataclasses.replace(settings, **(settings_of_bench or {}))
     try:
-        measured: list[Record] = run_bench(measure, cases, ranks, settings, device=device, timeout=timeout)
+        measured: list[Record] = run_bench(
+            measure, cases, ranks, settings, device=device, timeout=timeout, compilers=compilers
+        )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except (RankFailed, RanksTimedOut) as error:
@@ -176,6 +241,13 @@ def _cases(kind: Callable[..., Any], **fields: list[Any]) -> list[Any]:
         raise typer.BadParameter(str(error)) from error
 
 
+def _changed(cases: Sequence[Any], **fields: Any) -> list[Any]:
+    try:
+        return [dataclasses.replace(case, **fields) for case in cases]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 def _values(option: str) -> list[str]:
     values = [value.strip() for value in option.split(",")]
     if not all(values):
@@ -183,11 +255,11 @@ def _values(option: str) -> list[str]:
     return values
 
 
-def _numbers(option: str) -> list[int]:
+def _numbers(option: str, name: str = "tokens") -> list[int]:
     values = _values(option)
     for value in values:
         if not value.isdecimal() or int(value) < 1:
-            raise typer.BadParameter(f"tokens={value!r}: must be a whole number above 0")
+            raise typer.BadParameter(f"{name}={value!r}: must be a whole number above 0")
     return [int(value) for value in values]
 
 

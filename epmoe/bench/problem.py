@@ -22,10 +22,11 @@ from epmoe.bench.timing import Ceilings, max_over_ranks
 from epmoe.comm import EPGroup
 from epmoe.dispatch import DISPATCHERS, Dispatcher, ExpertInput, make_dispatcher
 from epmoe.dispatch.exchange import Rows
-from epmoe.experts import EXPERTS, ExpertsSpec, ExpertWeights, select_experts
+from epmoe.experts import EXPERTS, QUANTIZED_EXPERTS, ExpertsSpec, ExpertWeights, select_experts
 from epmoe.kernel import MoEKernel
 from epmoe.ops.activation import apply_activation
 from epmoe.placement import ExpertPlacement
+from epmoe.quant import quantize_weights
 
 DTYPE = torch.bfloat16
 OUTPUT_LIMIT = 1e-2  # relative L2 between two bf16 computations, or one and float64
@@ -77,18 +78,24 @@ class Problem(Tokens):
 
         return train if is_train(mode) else infer
 
-    def kernel(self, dispatcher: str, experts: str) -> tuple[MoEKernel, Forward]:
-        """epmoe's routed path by the dispatcher and the experts of these names (`auto` for either chooses)."""
+    def kernel(self, dispatcher: str, experts: str, scheme: str | None = None) -> tuple[MoEKernel, Forward]:
+        """epmoe's routed path by the dispatcher and the experts of these names (`auto` for either chooses).
+
+        With a `scheme` the weights are quantized once and for all, and those that the forward is given do not matter.
+        """
         device = self.x.device
         ep = None if dispatcher == "local" else self.ep
-        spec = ExpertsSpec(
-            self.shape.activation, self.shape.hidden_size, self.shape.intermediate_size, self.x.dtype, device
-        )
+        shape, dtype = self.shape, self.x.dtype
+        spec = ExpertsSpec(shape.activation, shape.hidden_size, shape.intermediate_size, dtype, device, scheme=scheme)
         kernel = MoEKernel(
             make_dispatcher(dispatcher, ep, self.placement, device, layer="bench"),
             select_experts(spec, experts).experts,
         )
-        return kernel, lambda x, ids, p, w1, w2: kernel(x, ids, p, ExpertWeights(w1, w2)).routed
+        if scheme is None:
+            return kernel, lambda x, ids, p, w1, w2: kernel(x, ids, p, ExpertWeights(w1, w2)).routed
+        one, two = (quantize_weights(w, scheme) for w in (self.weights.gate_up_proj, self.weights.down_proj))
+        own = ExpertWeights(one.values, two.values, gate_up_scale=one.scales, down_scale=two.scales)
+        return kernel, lambda x, ids, p, *_: kernel(x, ids, p, own).routed
 
 
 def make_weights(shape: Shape, ep: EPGroup, dtype: torch.dtype = DTYPE) -> ExpertWeights:
@@ -130,7 +137,8 @@ def check_names(
     """The shape, after every name of a case has been checked: `ValueError` before any rank is started."""
     made = named_shape(shape)
     make_router(routing, made, seed=0)
-    for field, name, known in (("dispatcher", dispatcher, DISPATCHERS), ("experts", experts, EXPERTS)):
+    kinds = EXPERTS | QUANTIZED_EXPERTS
+    for field, name, known in (("dispatcher", dispatcher, DISPATCHERS), ("experts", experts, kinds)):
         if name is not None and name != "auto" and name not in known:
             raise ValueError(f"{field}={name!r}: must be auto, {', '.join(known)}")
     if mode is not None:
@@ -191,17 +199,24 @@ def floor_us(ceilings: Ceilings, flops: float, weights: float, wire: float) -> f
 # --- what must hold before anything is timed --------------------------------------------------------------------------
 
 
-def check_agreement(ours: Outcome, theirs: Outcome, names: Sequence[str], peer: str, ep: EPGroup) -> None:
+def check_agreement(
+    ours: Outcome,
+    theirs: Outcome,
+    names: Sequence[str],
+    peer: str,
+    ep: EPGroup,
+    output_limit: float = OUTPUT_LIMIT,
+) -> None:
     """Raises `RuntimeError` on every rank when a relative L2 difference is beyond its limit on one; collective."""
     errors = [relative(a, b) for a, b in zip(ours, theirs, strict=True)]
     worst = max_over_ranks(torch.tensor(errors, dtype=torch.float64, device=ep.device), ep).tolist()
-    limits = [OUTPUT_LIMIT] + [GRADIENT_LIMIT] * (len(names) - 1)
+    limits = [output_limit] + [GRADIENT_LIMIT] * (len(names) - 1)
     wrong = [f"{n} {e:.2e} > {m:g}" for n, e, m in zip(names, worst, limits, strict=True) if not e <= m]
     if wrong:
         raise RuntimeError(f"epmoe and {peer} disagree, so nothing was timed: {', '.join(wrong)} (relative L2 error)")
 
 
-def check_reference(ours: Outcome, problem: Problem) -> None:
+def check_reference(ours: Outcome, problem: Problem, output_limit: float = OUTPUT_LIMIT) -> None:
     """Compares the first tokens of every rank with float64: output, and in training the gradients of a token.
 
     Raises `RuntimeError` on every rank when they are too far apart; collective.
@@ -209,7 +224,8 @@ def check_reference(ours: Outcome, problem: Problem) -> None:
     rows = min(CHECKED_TOKENS, problem.x.shape[0])
     token_outcomes = tuple(tensor[:rows] for tensor in ours[:3])
     names = OUTCOMES[: len(token_outcomes)]
-    check_agreement(token_outcomes, reference(problem, rows)[: len(names)], names, "float64", problem.ep)
+    expected = reference(problem, rows)[: len(names)]
+    check_agreement(token_outcomes, expected, names, "float64", problem.ep, output_limit)
 
 
 def relative(a: Tensor, b: Tensor) -> float:

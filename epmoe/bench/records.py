@@ -10,7 +10,6 @@ import datetime
 import importlib.metadata
 import json
 import os
-import re
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from epmoe.tuning.store import slug
 
 RESULTS = Path(__file__).parent / "results"
 Record = dict[str, Any]
@@ -76,7 +77,7 @@ def device_name(device: torch.device) -> str:
 
 def results_file(folder: Path, device: str, count: int) -> Path:
     """`<folder>/<device>-x<count>.json`, the device's name in lower case and dashes."""
-    return folder / f"{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}-x{count}.json"
+    return folder / f"{slug(device)}-x{count}.json"
 
 
 def save(records: Iterable[Record], folder: Path, count: int) -> list[Path]:

@@ -50,6 +50,10 @@ SHAPES = {
         # One rank of eight at balanced load: its 32 of the 256 experts get M·K rows, M being the tokens of each rank.
         Shape("deepseek-v3-ep8", 7168, 2048, 32, 8),
         Shape("mixtral", 4096, 14336, 8, 2),
+        Shape("qwen3-235b", 4096, 1536, 128, 8),
+        Shape("gpt-oss-20b", 2880, 2880, 32, 4, Activation.named("swiglu_oai")),
+        Shape("gpt-oss-120b", 2880, 2880, 128, 4, Activation.named("swiglu_oai")),
+        Shape("olmoe", 2048, 1024, 64, 8),
         Shape("tiny", 64, 32, 8, 2),  # for CPU: its figures say nothing
     )
 }

@@ -89,6 +89,67 @@ def interleaved_us(
     return dict(zip(names, max_over_ranks(medians, ep).tolist(), strict=True))
 
 
+def burst_us(
+    calls: Mapping[str, Call], *, idle: float, warmup: int, repeat: int, device: torch.device
+) -> dict[str, float]:
+    """Microseconds of each call as a chip at rest makes it: idle seconds, then `warmup` + `repeat` calls back to back,
+    of which the last `repeat` count, by their median. Each has an idle time of its own, so none finds a warmer chip.
+
+    Raises:
+        ValueError: a negative `idle` or `warmup`, or nothing to measure.
+    """
+    if idle < 0 or warmup < 0 or repeat < 1 or not calls:
+        raise ValueError(
+            f"idle={idle}, warmup={warmup}, repeat={repeat}, {len(calls)} calls: must be >= 0, >= 0, >= 1 and at least "
+            "one"
+        )
+    clock = _EventClock(device) if device.type == "cuda" else _HostClock()
+    gc.collect()
+    for name, call in calls.items():
+        _wait(device)
+        time.sleep(idle)
+        for _ in range(warmup):
+            call()
+        for _ in range(repeat):
+            clock.time(name, call)
+    return {name: statistics.median(samples) for name, samples in clock.samples().items()}
+
+
+def sustained_us(
+    calls: Mapping[str, Call], once_us: Mapping[str, float], *, seconds: float, device: torch.device
+) -> dict[str, float]:
+    """Microseconds of each call as a chip at work makes it, under its power limit: `seconds` of it back to back in four
+    runs, in turn with the other calls' without a pause, after one such turn that does not count. The median run's mean.
+
+    Args:
+        once_us: about how long each call takes, as `burst_us` says.
+
+    Raises:
+        ValueError: seconds that are not above 0, or nothing to measure.
+    """
+    if not seconds > 0 or not calls:
+        raise ValueError(f"seconds={seconds}, {len(calls)} calls: must be above 0 and at least one")
+    runs = 4
+    times = {name: max(1, round(seconds / runs * 1e6 / max(once_us[name], 1.0))) for name in calls}
+    clock = _EventClock(device) if device.type == "cuda" else _HostClock()
+    gc.collect()
+    for turn in range(runs + 1):
+        for name, call in calls.items():
+
+            def run(call: Call = call, count: int = times[name]) -> None:
+                for _ in range(count):
+                    call()
+
+            clock.time(name if turn else f"{name}, first", run)
+    samples = clock.samples()
+    return {name: statistics.median(samples[name]) / times[name] for name in calls}
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def max_over_ranks(values: Tensor, ep: EPGroup | None) -> Tensor:
     """`values`, each the largest of any rank, in place; collective."""
     if ep is not None:
@@ -166,14 +227,18 @@ class Ceilings:
         bf16_tflops: one large bf16 matrix product.
         hbm_gb_s: device memory, bytes read plus bytes written.
         link_gb_s: one rank to its peers, one direction of a link that carries both at once; None with one rank.
+        fp8_tflops: one large fp8 matrix product with a scale per row; None where torch has none.
     """
 
     bf16_tflops: float
     hbm_gb_s: float
     link_gb_s: float | None
+    fp8_tflops: float | None = None
 
-    def compute_us(self, flops: float) -> float:
-        return flops / self.bf16_tflops * 1e-6
+    def compute_us(self, flops: float, scheme: str = "bf16") -> float:
+        """Of products in `scheme`; where fp8 has no ceiling, at that of bf16."""
+        eight_bit = self.fp8_tflops if scheme.startswith("fp8") else None
+        return flops / (eight_bit or self.bf16_tflops) * 1e-6
 
     def memory_us(self, num_bytes: float) -> float:
         return num_bytes / self.hbm_gb_s * 1e-3
@@ -189,9 +254,9 @@ class Ceilings:
 
 
 def measure_ceilings(device: torch.device, ep: EPGroup | None) -> Ceilings:
-    """Measures all three; collective, about a second. On CPU with small operands, for form's sake.
+    """Measures all of them; collective, about a second. On CPU with small operands, for form's sake.
 
-    Matrix product: 2·n³ operations, n = 8192. Memory: a copy of 1 GiB is 2 GiB of traffic. Link: the better of NCCL's
+    Matrix products: 2·n³ operations, n = 8192. Memory: a copy of 1 GiB is 2 GiB of traffic. Link: the better of NCCL's
     all-to-all (each rank sends 256 MiB to each other one) and, on one host, a plain copy between two GPUs. Each is the
     best of any rank, so that a floor made of them stays one.
     """
@@ -205,6 +270,15 @@ def measure_ceilings(device: torch.device, ep: EPGroup | None) -> Ceilings:
     a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=device) for _ in range(2))
     product = torch.empty_like(a)
     tflops = 2 * n**3 / clock(lambda: torch.mm(a, b, out=product)) * 1e-6
+    fp8 = None
+    if cuda and torch.cuda.get_device_capability(device) >= (8, 9):
+        a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+        one = torch.ones(n, 1, device=device)
+
+        def scaled() -> Tensor:
+            return torch._scaled_mm(a8, b8, one, one.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
+
+        fp8 = 2 * n**3 / clock(scaled) * 1e-6
 
     size = 1 << 30 if cuda else 1 << 20
     source = torch.zeros(size, dtype=torch.int8, device=device)
@@ -212,7 +286,7 @@ def measure_ceilings(device: torch.device, ep: EPGroup | None) -> Ceilings:
     hbm = 2 * size / clock(lambda: target.copy_(source)) * 1e-3
 
     if ep is None or ep.num_ranks == 1:
-        return Ceilings(tflops, hbm, None)
+        return Ceilings(tflops, hbm, None, fp8)
     chunk = 256 << 20 if cuda else 1 << 16
     used = (ep.num_ranks - 1) * chunk  # rows to oneself cross no link
     send = torch.zeros(used, dtype=torch.uint8, device=device)
@@ -225,5 +299,6 @@ def measure_ceilings(device: torch.device, ep: EPGroup | None) -> Ceilings:
         there = torch.empty(chunk, dtype=torch.uint8, device=other)
         here = send[:chunk]
         link = max(link, chunk / clock(lambda: there.copy_(here)) * 1e-3)
-    best = max_over_ranks(torch.tensor([tflops, hbm, link], dtype=torch.float64, device=device), ep)
-    return Ceilings(*best.tolist())
+    best = max_over_ranks(torch.tensor([tflops, hbm, link, fp8 or 0.0], dtype=torch.float64, device=device), ep)
+    tflops, hbm, link, fp8 = best.tolist()
+    return Ceilings(tflops, hbm, link, fp8 or None)

@@ -66,6 +66,29 @@ def bench(context: typer.Context) -> None:
 
 
 @app.command()
+def tune(
+    shape: Annotated[str, typer.Option(help="Names from epmoe/bench/shapes.py, with commas.")],
+    ranks: Annotated[str, typer.Option(help="Ranks that share the experts: each has a share of them.")] = "1",
+    scheme: Annotated[str, typer.Option(help="none (bf16), fp8_block or fp8_row.")] = "none",
+    rows: Annotated[str | None, typer.Option(help="Expected rows per expert; default 1,4,16,64,256,1024,4096.")] = None,
+    train: Annotated[bool, typer.Option("--train", help="Also the gradients of rows and weights.")] = False,
+    out: Annotated[
+        str | None, typer.Option(help="Folder of the files; default EPMOE_TUNING_DIR, or the package.")
+    ] = None,
+    candidates: Annotated[int, typer.Option(min=1, help="Configurations to try per problem, at most.")] = 6,
+    repeat: Annotated[int, typer.Option(min=1, help="Rounds, of which the median counts.")] = 7,
+    workers: Annotated[int | None, typer.Option(min=0, help="Processes that compile; each uses GPU memory.")] = None,
+) -> None:
+    """Measure kernel configurations on this GPU and keep the fastest where the kernels look for them.
+
+    Each is compared with what the kernels would choose without. What is measured is saved model shape by model shape.
+    """
+    from epmoe.cli.tune import tune as run
+
+    run(shape, ranks, scheme, rows, train, out, candidates, repeat, workers)
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     from epmoe import __version__

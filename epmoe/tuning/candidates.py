@@ -5,38 +5,42 @@ that a device has no room for fail when they are tried, and are passed over.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from epmoe.ops._configs import GemmConfig, WgradConfig
+import torch
+
+from epmoe.ops._configs import GemmConfig, WgradConfig, _has_gluon
 from epmoe.ops._few_rows_configs import FewRowsConfig
-from epmoe.ops._scaled_configs import ScaledConfig
+from epmoe.ops._scaled_configs import ScaledConfig, runs_gluon
 from epmoe.tuning.problems import Problem
 
 SOME_ROWS = (32, 256)  # between these, either of the two kernels of unquantized rows may be the faster
 
 
-def near(problem: Problem, chosen: Any) -> list[Any]:
+def near(problem: Problem, chosen: Any, device: torch.device) -> list[Any]:
     """`chosen` first, then what else to try, the most promising first."""
     if isinstance(chosen, FewRowsConfig):
-        changes = _few_rows(problem, chosen)
+        changes, gluon = _few_rows(problem, chosen), False
     elif isinstance(chosen, GemmConfig):
-        changes = _many_rows(chosen)
+        changes, gluon = _many_rows(chosen), _has_gluon(device)
     elif isinstance(chosen, ScaledConfig):
-        changes = _scaled(problem, chosen)
+        changes, gluon = _scaled(problem, chosen), runs_gluon(device)
     else:
         assert isinstance(chosen, WgradConfig)
-        changes = _wgrad(chosen)
-    tried = [chosen, *(dataclasses.replace(chosen, **change) for change in changes)]
+        changes, gluon = _wgrad(chosen), False
+    able = [change for change in changes if gluon or not change.get("gluon")]
+    tried = [chosen, *(dataclasses.replace(chosen, **change) for change in able)]
     low, high = SOME_ROWS
     if low <= problem.rows <= high and isinstance(chosen, FewRowsConfig):
         tried.insert(3, GemmConfig(128, 128, 64, 8, num_warps=8, num_stages=4))
+        if _has_gluon(device):
+            tried.insert(2, GemmConfig(128, 256, 64, 8, num_warps=8, num_stages=4, flatten=True, gluon=True))
     if low <= problem.rows <= high and isinstance(chosen, GemmConfig):
         tried.insert(2, FewRowsConfig(64, 128, 64, num_warps=4, num_stages=4))
     return list(dict.fromkeys(tried))
 
 
-Changes = Sequence[Mapping[str, Any]]
+Changes = list[dict[str, Any]]
 
 
 def _few_rows(problem: Problem, chosen: FewRowsConfig) -> Changes:
@@ -53,10 +57,13 @@ def _few_rows(problem: Problem, chosen: FewRowsConfig) -> Changes:
 
 
 def _many_rows(chosen: GemmConfig) -> Changes:
-    small = {"block_m": 128, "block_n": 128, "num_stages": 4, "flatten": False, "gluon": False}
+    if chosen.gluon:
+        return [{"gluon": False}, {"panel": 1}, {"panel": 16}]
+    small = {"block_m": 128, "block_n": 128, "num_stages": 4, "flatten": False}
+    large = {"block_m": 128, "block_n": 256, "num_stages": chosen.num_stages, "flatten": True}
     return [
-        {"gluon": not chosen.gluon},
-        small,
+        large | {"gluon": True},
+        large if chosen.block_n < 256 else small,
         {"group_m": 2 * chosen.group_m},
         {"group_m": max(1, chosen.group_m // 2)},
     ]

@@ -22,6 +22,7 @@ from epmoe.bench.shapes import Shape
 from epmoe.config import Activation
 from epmoe.ops._configs import gemm_config, gemm_plan, wgrad_config
 from epmoe.ops._few_rows_configs import few_rows_config, few_rows_plan
+from epmoe.ops._gemm_gluon import gluon_plan
 from epmoe.ops._scaled_configs import scaled_config, scaled_plan
 from epmoe.ops.grouped_gemm import grouped_gemm, grouped_gemm_act
 from epmoe.ops.grouped_wgrad import grouped_wgrad
@@ -34,7 +35,7 @@ DTYPE = torch.bfloat16
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 TRAINED_ROWS = 64  # fewer per expert than this nobody trains with
 MOST_ROWS = 1 << 18  # more than this no rank gets
-CACHES = (load, lookup, gemm_plan, few_rows_plan, scaled_plan)  # what holds on to a configuration
+CACHES = (load, lookup, gemm_plan, gluon_plan, few_rows_plan, scaled_plan)  # what holds on to a configuration
 
 Result = tuple[Tensor, Tensor]
 """What an op gives, and its scales, or an empty tensor."""
@@ -64,10 +65,11 @@ class Problem:
 
     @property
     def loads(self) -> tuple[int, ...]:
-        """T of each load that it is measured with. A row per expert is what few tokens have, or as many as there are
-        experts: one token's experts get one row each and the others none."""
+        """T of each load that it is measured with. With fp8 a row per expert is what one token has as well, whose
+        experts get one row each and the others none; unquantized, a rule of its own decides that."""
         even = self.L * self.rows
-        return (min(self.top_k, self.L), even) if self.rows == 1 and self.L > self.top_k else (even,)
+        one = self.scheme != "none" and self.rows == 1 and self.L > self.top_k
+        return (self.top_k, even) if one else (even,)
 
     @property
     def num_bytes(self) -> int:
@@ -117,7 +119,7 @@ def rule(problem: Problem, device: torch.device) -> Any:
     if problem.scheme != "none":
         gathered = problem.op.endswith("_act")
         return scaled_config(device, problem.scheme == "fp8_block", rows, n, k, problem.gated, gathered)
-    few = few_rows_config(device, rows, min(L, problem.loads[-1]), n, k, problem.gated)
+    few = few_rows_config(device, rows, L, n, k, problem.gated)
     return few or gemm_config(device, problem.dtype, rows, n, k, problem.gated)
 
 

@@ -95,7 +95,7 @@ def search(
     if store.folder_for(device) is None:
         raise ValueError(f"device={str(device)!r}: must be a CUDA GPU, with Triton installed")
     groups = groups_of(problems)
-    tried = {p: near(p, rule(p, device))[: settings.candidates] for p in problems}
+    tried = {p: near(p, rule(p, device), device)[: settings.candidates] for p in problems}
     room = _Room(int(torch.cuda.mem_get_info(device)[0] * MEMORY_SHARE) if settings.workers else 0)
 
     def compile_group(group: list[Problem]) -> dict[tuple[int, int], str]:

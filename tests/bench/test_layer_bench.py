@@ -61,8 +61,33 @@ def test_routed_mlp_measures_against_torch_with_names_chosen_by_auto_resolved(tm
         *((3, "infer"), (16, "infer"), (3, "train"), (16, "train"))
     ]
     for record in records:
-        assert record["case"]["experts"] == "reference" and "graph" not in record["case"]
+        assert record["case"]["experts"] == "reference" and "eager" not in record["case"]
         assert record["peers"].keys() == {routed_mlp.PEER} and "wire_bytes" not in record
+
+
+def test_routed_mlp_in_fp8_counts_a_byte_for_a_weight_and_is_as_near_float64_as_fp8_is(tmp_path):
+    records = bench(tmp_path, "routed_mlp", "--shape", "tiny", "--tokens", "64", "--scheme", "bf16,fp8_block")
+    by_scheme = {r["case"]["scheme"]: r for r in records}
+    active = 3 * 64 * 32 * 8  # every expert gets rows of 64 tokens
+    for scheme, size in (("bf16", 2), ("fp8_block", 1)):
+        record = by_scheme[scheme]
+        assert record["gb_s"] == pytest.approx(active * size / record["median_us"] * 1e-3, abs=0.06)
+    assert by_scheme["fp8_block"]["peers"] == {}  # torch's has no kernel for a CPU
+
+
+def test_the_standard_routed_mlps_are_those_of_the_readme_and_take_other_routing(monkeypatch):
+    cases = []
+    monkeypatch.setattr("epmoe.bench.cli._run", lambda measure, some, *rest: cases.extend(some))
+    for arguments in ([], ["--routing", "zipf:1.0", "--eager"]):
+        result = CliRunner().invoke(bench_app, ["routed_mlp", *arguments])
+        assert result.exit_code == 0, result.output
+    named = [(c.scheme, c.shape, c.tokens, c.mode) for c in cases]
+    assert len(named) == 2 * len(set(named)) == 36 and named[:18] == named[18:]
+    assert ("fp8_block", "deepseek-v3-ep8", 16, "infer") in named and ("bf16", "qwen3-30b", 32768, "train") in named
+    assert {(c.routing, c.eager) for c in cases[:18]} == {("uniform", False)}
+    assert {(c.routing, c.eager, c.mode) for c in cases[18:]} == {
+        *(("zipf:1.0", True, "infer"), ("zipf:1.0", False, "train"))
+    }
 
 
 def test_dispatch_combine_measures_both_dispatchers_against_a_bare_exchange_of_their_bytes(tmp_path):
@@ -86,8 +111,15 @@ def test_dispatch_combine_measures_both_dispatchers_against_a_bare_exchange_of_t
         (["layer", "--dispatcher", "fast"], "dispatcher='fast'"),
         (["layer", "--experts", "fast"], "experts='fast'"),
         (["layer", "--routing", "zipf"], "routing='zipf'"),
-        (["routed_mlp", "--mode", "train", "--graph"], "graph=True"),
+        (["routed_mlp", "--mode", "train", "--scheme", "fp8_block"], "mode='train'"),
         (["routed_mlp", "--scheme", "int3"], "scheme='int3'"),
+        (["routed_mlp", "--experts", "fast"], "experts='fast'"),
+        (["routed_mlp", "--scheme", "fp8_block", "--experts", "grouped"], "experts='grouped' with scheme='fp8_block'"),
+        (["routed_mlp", "--mode", "train", "--eager"], "eager=True"),
+        (["grouped_gemm", "--shape", "Z"], "shape='Z'"),
+        (["grouped_gemm", "--layout", "odd"], "layout='odd'"),
+        (["grouped_gemm", "--shape", "4x8x48x64"], "n=48"),
+        (["grouped_gemm", "--shape", "A", "--rows", "0"], "rows='0'"),
         (["dispatch_combine", "--ranks", "1"], "ranks=1"),
     ],
 )
@@ -133,10 +165,9 @@ def test_an_output_or_gradient_unlike_float64_is_refused_on_every_rank():
 
 
 @pytest.mark.gpu
-def test_routed_mlp_runs_on_a_gpu_also_as_a_graph(tmp_path):
-    records = bench(tmp_path, "routed_mlp", "--shape", "tiny", "--tokens", "16", "--graph", device="cuda")
-    records += bench(tmp_path, "routed_mlp", "--shape", "tiny", "--tokens", "16", "--mode", "train", device="cuda")
-    assert records[0]["case"]["graph"] is True
+def test_routed_mlp_runs_on_a_gpu_as_a_graph_eagerly_and_in_training(tmp_path):
+    for options in (["--scheme", "bf16,fp8_block"], ["--eager"], ["--mode", "train"]):
+        bench(tmp_path, "routed_mlp", "--shape", "qwen3-30b", "--tokens", "16,17", *options, device="cuda")
 
 
 @pytest.mark.gpu2

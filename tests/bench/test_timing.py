@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from epmoe import EPGroup
-from epmoe.bench.timing import Ceilings, interleaved_us, measure_ceilings, median_us
+from epmoe.bench.timing import Ceilings, burst_us, interleaved_us, measure_ceilings, median_us, sustained_us
 from epmoe.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -28,6 +28,44 @@ def test_calls_take_turns_and_each_round_begins_with_another():
     assert list(times) == ["a", "b", "c"] and all(value >= 0 for value in times.values())
 
 
+def test_a_burst_rests_before_each_call_and_drops_its_first_ones():
+    order, started = [], {}
+
+    def call(name, first, then):
+        order.append(name)
+        started.setdefault(name, time.perf_counter())
+        time.sleep(first if order.count(name) == 1 else then)
+
+    begin = time.perf_counter()
+    calls = {"a": lambda: call("a", 0.05, 0.002), "b": lambda: call("b", 0.05, 0.004)}
+    times = burst_us(calls, idle=0.1, warmup=1, repeat=2, device=CPU)
+    assert order == ["a"] * 3 + ["b"] * 3  # neither warms the chip up for the other
+    assert started["a"] - begin >= 0.1 and started["b"] - started["a"] >= 0.05 + 2 * 0.002 + 0.1
+    assert 2000 <= times["a"] < 4000 <= times["b"] < 20_000
+
+
+def test_under_load_calls_take_turns_for_as_long_as_was_asked_and_the_first_turn_does_not_count():
+    order = []
+
+    def call(name, seconds):
+        order.append(name)
+        time.sleep(0.05 if order.count(name) == 1 else seconds)
+
+    calls = {"a": lambda: call("a", 0.002), "b": lambda: call("b", 0.005)}
+    times = sustained_us(calls, {"a": 2000, "b": 5000}, seconds=0.08, device=CPU)
+    assert "".join(order) == ("a" * 10 + "b" * 4) * 5
+    assert 2000 <= times["a"] < 5000 <= times["b"] < 12_000
+
+
+def test_bursts_and_load_without_time_or_calls_are_refused():
+    with pytest.raises(ValueError, match=r"idle=-1"):
+        burst_us({"a": lambda: None}, idle=-1, warmup=0, repeat=1, device=CPU)
+    with pytest.raises(ValueError, match=r"0 calls"):
+        sustained_us({}, {}, seconds=1, device=CPU)
+    with pytest.raises(ValueError, match=r"seconds=0"):
+        sustained_us({"a": lambda: None}, {"a": 1.0}, seconds=0, device=CPU)
+
+
 def test_a_graph_on_cpu_or_nothing_to_measure_is_refused():
     with pytest.raises(ValueError, match="graph=True"):
         median_us(lambda: None, warmup=0, repeat=1, device=CPU, graph=True)
@@ -41,6 +79,12 @@ def test_a_floor_is_bytes_and_flops_over_ceilings():
     assert ceilings.memory_us(4e9) == pytest.approx(1000)
     assert ceilings.wire_us(4e8) == pytest.approx(1000)
     assert Ceilings(1.0, 1.0, None).wire_us(0) == 0
+
+
+def test_fp8_has_a_ceiling_of_its_own_where_it_was_measured():
+    assert Ceilings(500.0, 1.0, None, 1000.0).compute_us(1e12, "fp8_row") == pytest.approx(1000)
+    assert Ceilings(500.0, 1.0, None, 1000.0).compute_us(1e12, "bf16") == pytest.approx(2000)
+    assert Ceilings(500.0, 1.0, None).compute_us(1e12, "fp8_row") == pytest.approx(2000)
 
 
 def sleeps_by_rank(rank, world_size):
