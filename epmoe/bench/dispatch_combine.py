@@ -1,6 +1,9 @@
 """Bench `dispatch_combine`: rows to the ranks that own their experts and one row each back, nothing computed there.
 
 From `topk_ids` to rows that experts can read, and from rows as experts give them to the sums `[M, H]`; forward only.
+With a scheme rows are quantized on the way out, which is part of the time, and come back in bf16. `symmetric` is timed
+in a CUDA graph of several round trips, as a decoding step holds those of its layers, and so is its peer.
+
 The peer is NCCL (gloo on CPU) moving the same bytes there and back with sizes known beforehand: no packing, no sum, no
 counts. M tokens on this rank, T rows received, H width.
 """
@@ -11,6 +14,7 @@ import dataclasses
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from epmoe.bench import problem as problems
 from epmoe.bench.problem import Tokens
@@ -18,14 +22,21 @@ from epmoe.bench.records import Record, make_record
 from epmoe.bench.session import Session
 from epmoe.bench.timing import Call
 from epmoe.dispatch import Dispatcher, ExpertInput, make_dispatcher
-from epmoe.dispatch.exchange import Rows
+from epmoe.dispatch.exchange import Extras, Rows
+from epmoe.dispatch.symmetric import SymmetricDispatcher
+from epmoe.quant.rows import dequantize_rows, quantize_rows
 
 PEER = "nccl_all_to_all"
 
 
+SCHEMES = ("bf16", "fp8_block")
+PROFILES = ("auto", "collective", "latency", "throughput")
+
+
 @dataclasses.dataclass(frozen=True)
 class DispatchCombineCase:
-    """`tokens` is per rank. `profile` says which kind of transport the dispatcher uses: `collective`."""
+    """`tokens` is per rank. `profile` says which kind of transport the dispatcher uses: `collective`, or the profile of
+    `symmetric` for so many tokens, `latency` or `throughput`; `auto` is what the dispatcher says."""
 
     shape: str
     dispatcher: str
@@ -37,8 +48,9 @@ class DispatchCombineCase:
 
     def __post_init__(self) -> None:
         problems.check_names(self.shape, self.routing, dispatcher=self.dispatcher)
-        if self.profile != "collective" or self.scheme != "bf16":
-            raise ValueError(f"profile={self.profile!r}, scheme={self.scheme!r}: must be collective and bf16")
+        for field, names in (("profile", PROFILES), ("scheme", SCHEMES)):
+            if getattr(self, field) not in names:
+                raise ValueError(f"{field}={getattr(self, field)!r}: must be {', '.join(names)}")
         if self.ranks < 2:
             raise ValueError(f"ranks={self.ranks}: must be at least 2, on one nothing moves")
 
@@ -52,25 +64,48 @@ def measure_dispatch_combine(case: DispatchCombineCase, session: Session) -> Rec
     """
     assert case.ranks == session.ep.num_ranks
     tokens = session.tokens(case.shape, case.tokens, case.routing)
-    dispatcher = make_dispatcher(case.dispatcher, session.ep, tokens.placement, session.device, layer="bench")
+    dispatcher = make_dispatcher(
+        case.dispatcher,
+        session.ep,
+        tokens.placement,
+        session.device,
+        layer="bench",
+        max_tokens_per_rank=case.tokens,
+    )
+    profile = getattr(dispatcher, "profile", "collective")
+    if case.profile not in ("auto", profile):
+        what = f"dispatcher={dispatcher.name!r} with {case.tokens} tokens is {profile}"
+        raise ValueError(f"profile={case.profile!r}: {what}")
     x, ids, p = tokens.x.detach(), tokens.topk_ids, tokens.topk_weights.detach()
 
-    rows = dispatcher.dispatch(x, ids, p)
-    _check_round_trip(dispatcher, rows, tokens)
-    from_experts = rows.x.contiguous()  # experts give dense rows
-    wires, _ = problems.of_busiest_rank(problems.wire_bytes(dispatcher, rows, tokens, "infer"), 0, session.ep)
-    peer = _bare_exchange(dispatcher, rows, tokens)
+    def dispatch() -> ExpertInput:
+        if case.scheme == "bf16":
+            return dispatcher.dispatch(x, ids, p)
+        if isinstance(dispatcher, SymmetricDispatcher):
+            return dispatcher.dispatch_async(x, ids, p, scheme=case.scheme).wait()
+        return dispatcher.dispatch(quantize_rows(x, case.scheme), ids, p)
+
+    rows = dispatch()
+    sent = x if case.scheme == "bf16" else dequantize_rows(quantize_rows(x, case.scheme), x.dtype)
+    _check_round_trip(dispatcher, rows, sent, tokens)
+    from_experts = rows.dequantized(x.dtype).x.contiguous()  # experts give dense rows
+    messages = _messages(case.scheme, tokens)
+    mine = {step: max(dispatcher.wire_bytes(rows.handle, message)) for step, message in messages.items()}
+    wires, _ = problems.of_busiest_rank(mine, 0, session.ep)
+    peer = _bare_exchange(dispatcher, rows, tokens, tuple(messages.values()))
     del rows
 
-    times = session.time(
-        {
-            "epmoe": lambda: dispatcher.combine(from_experts, dispatcher.dispatch(x, ids, p).handle),
-            "dispatch": lambda: dispatcher.dispatch(x, ids, p),
-            PEER: peer,
-        }
-    )
+    graph = session.device.type == "cuda" and isinstance(dispatcher, SymmetricDispatcher)
+    turns = max(1, min(20, 8192 // case.tokens)) if graph else 1
+    calls: dict[str, Call] = {
+        "epmoe": lambda: dispatcher.combine(from_experts, dispatch().handle),
+        "dispatch": dispatch,
+        PEER: peer,
+    }
+    several = {name: _repeated(call, turns) for name, call in calls.items()}
+    times = {name: time / turns for name, time in session.time(several, graph=graph).items()}
     wire = sum(wires.values())
-    named = dataclasses.replace(case, dispatcher=dispatcher.name)
+    named = dataclasses.replace(case, dispatcher=dispatcher.name, profile=profile)
     return make_record(
         "dispatch_combine",
         dataclasses.asdict(named),
@@ -85,28 +120,40 @@ def measure_dispatch_combine(case: DispatchCombineCase, session: Session) -> Rec
     )
 
 
-def _check_round_trip(dispatcher: Dispatcher, rows: ExpertInput, tokens: Tokens) -> None:
+def _repeated(call: Call, turns: int) -> Call:
+    def several() -> None:
+        for _ in range(turns):
+            call()
+
+    return several
+
+
+def _messages(scheme: str, tokens: Tokens) -> dict[str, int]:
+    """Bytes of one row's message in each step."""
+    x, ids, p = tokens.x.detach(), tokens.topk_ids, tokens.topk_weights
+    values, words, _ = Extras.join(ids, None, x if scheme == "bf16" else quantize_rows(x, scheme))
+    return {"dispatch": Rows(values, p, words).message_bytes, "combine": Rows(x, None, None).message_bytes}
+
+
+def _check_round_trip(dispatcher: Dispatcher, rows: ExpertInput, sent: Tensor, tokens: Tokens) -> None:
     """Rows sent back as they came must give each token times the number of ranks it went to; where a rank has no expert
     for a row (`all_gather`) it gives zeros, as experts do."""
     ep, ids = tokens.ep, rows.topk_ids
     valid = (ids >= 0) & (ids < rows.expert_map.shape[0])
     wanted = (valid & (rows.expert_map[torch.where(valid, ids, 0).long()] >= 0)).any(1)
-    back = dispatcher.combine(torch.where(wanted[:, None], rows.x, 0), rows.handle)
+    back = dispatcher.combine(torch.where(wanted[:, None], rows.dequantized(sent.dtype).x, 0), rows.handle)
     owners = dispatcher.owner[tokens.topk_ids.long()]
     visited = torch.stack([(owners == rank).any(1) for rank in range(ep.num_ranks)]).sum(0)
-    expected = tokens.x.detach() * visited[:, None]
+    expected = sent * visited[:, None]
     problems.check_agreement((back,), (expected,), ("round trip",), "the tokens themselves", ep)
 
 
-def _bare_exchange(dispatcher: Dispatcher, rows: ExpertInput, tokens: Tokens) -> Call:
-    """The bytes of `rows` there and of one row each back by `all_to_all_single`, from dense buffers of bytes."""
+def _bare_exchange(dispatcher: Dispatcher, rows: ExpertInput, tokens: Tokens, messages: tuple[int, ...]) -> Call:
+    """The bytes of `rows` there and of one row each back, `messages` a row, by `all_to_all_single`, densely."""
     ep, others = tokens.ep, tokens.ep.num_ranks - 1
     sent, received = _rows_by_peer(dispatcher, rows, ep.rank, others)
     buffers = []
-    for message in (
-        Rows(tokens.x, tokens.topk_weights, tokens.topk_ids).message_bytes,
-        Rows(tokens.x, None, None).message_bytes,
-    ):
+    for message in messages:
         out, back = [n * message for n in sent], [n * message for n in received]
         buffers.append((out, back))
     there, home = ([torch.zeros(sum(sizes), dtype=torch.uint8, device=ep.device) for sizes in pair] for pair in buffers)

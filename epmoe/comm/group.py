@@ -156,7 +156,8 @@ class EPGroup:
             )
         key = values.shape, values.dtype
         if key not in self._landings:
-            self._landings[key] = torch.empty(values.shape, dtype=values.dtype, pin_memory=True), torch.cuda.Event()
+            with torch.inference_mode(False):  # it outlives the call that makes it
+                self._landings[key] = torch.empty(values.shape, dtype=values.dtype, pin_memory=True), torch.cuda.Event()
         host, arrived = self._landings[key]
         host.copy_(values, non_blocking=True)
         arrived.record(torch.cuda.current_stream(values.device))

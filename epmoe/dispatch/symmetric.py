@@ -1,0 +1,263 @@
+"""`symmetric`: ranks store rows straight into each other's memory, over NVLink or in one host's shared memory.
+
+    dispatch  x [M,H] ──► slots [source rank, token] of every owner ──► rows [R·C,H]
+    combine   rows [R·C,H] ──► slots [owner, token] of the source ──► sums over ranks [M,H]
+
+One launch each: ops.symmetric_send, ops.symmetric_give_back. Every token has its place on every rank, so nobody counts,
+no host takes part, and all of it can be captured in a CUDA graph. Backward moves gradients through the same buffers.
+Received rows are tensors of their own: any number of them may be alive, in any order of dispatches and combines, as
+long as all ranks take the same order.
+
+Two profiles of one protocol, chosen by the capacity: `latency` for decoding, `throughput` for many tokens.
+
+M tokens on this rank, C = max_tokens_per_rank, R ranks, K experts per token, T = R·C rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epmoe.comm import EPGroup
+from epmoe.comm.memory import STEPS, Buffer, buffer
+from epmoe.comm.symmetric import Channel, channel_for
+from epmoe.dispatch.base import DispatcherCapabilities, ExpertInput, Layout, Pending, Traffic
+from epmoe.dispatch.exchange import ExchangeDispatcher, Extras, Flight, Rows, register_ops
+from epmoe.dispatch.reduce import ExpertOutput
+from epmoe.ops._triton import use_triton
+from epmoe.ops.symmetric_configs import profile_of
+from epmoe.ops.symmetric_give_back import give_back_rows, given_back
+from epmoe.ops.symmetric_send import Sent, Travelling, send_rows, slot_bytes, travelling
+from epmoe.ops.symmetric_words import WORD_KINDS
+from epmoe.quant.rows import QuantizedRows, quantize_rows
+
+IN_FLIGHT_SCHEMES = ("fp8_block",)
+
+
+@dataclasses.dataclass(frozen=True)
+class SymmetricLayout(Layout):
+    """`topk_ids [M, K]`, `owner [E]`: where this rank's tokens go; `came [T, K]`: the ids that came, known once
+    dispatch has arrived; `capacity`: C; `overlap_sms`: see the dispatcher, 0 for None."""
+
+    capacity: int
+    overlap_sms: int
+    topk_ids: Tensor
+    owner: Tensor
+    came: Tensor | None = None
+
+
+@register_ops
+class SymmetricDispatcher(ExchangeDispatcher):
+    """One-sided stores over symmetric memory; needs `max_tokens_per_rank`, the same on all ranks.
+
+    Ranks are on one host, with peer access between their GPUs, or on CPU. Rows are a multiple of 16 bytes long; on CUDA
+    they are float32, bfloat16 or float16, or quantized.
+
+    Attributes:
+        overlap_sms: None: operations run in the current stream, with all SMs. A number: the async verbs run in a stream
+        of
+            their own with at most so many, beside what the caller launches before it waits. The same on all ranks, and
+            for all layers that share a group's buffers in one CUDA graph.
+    """
+
+    overlap_sms: int | None = None
+
+    name = "symmetric"
+    capabilities = DispatcherCapabilities(
+        asynchronous=True, cuda_graph=True, backends=("gloo", "nccl"), max_tokens=True, reduces=True
+    )
+
+    @property
+    def capacity(self) -> int:
+        """C."""
+        assert self.max_tokens_per_rank is not None, "make_dispatcher asks for it"
+        return self.max_tokens_per_rank
+
+    @property
+    def profile(self) -> str:
+        """`latency` or `throughput`."""
+        return profile_of(self.capacity)
+
+    def traffic(self, num_tokens: int, top_k: int) -> Traffic:
+        rows = self.ep.num_ranks * self.capacity
+        return Traffic(num_tokens * min(self.ep.num_ranks, top_k), rows, rows * top_k)
+
+    def memory_plan(
+        self, num_tokens: int, width: int, dtype: torch.dtype, message_bytes: int, traffic: Traffic
+    ) -> list[Buffer]:
+        """The slots are shared by all layers of the group that need no more, and stay."""
+        slot = max(slot_bytes(message_bytes + 4), slot_bytes(width * dtype.itemsize))
+        places = self.ep.num_ranks * self.capacity
+        return [
+            Buffer(f"slots, {self.profile} profile", Channel.nbytes(self.ep, places * slot), STEPS),
+            buffer("rows received", (places, message_bytes), torch.uint8, "dispatch", "experts", "combine"),
+            buffer("output", (num_tokens, width), dtype, "combine", "sum"),
+        ]
+
+    def make_layout(self, topk_ids: Tensor) -> SymmetricLayout:
+        tokens, k = topk_ids.shape
+        if tokens > self.capacity:
+            raise ValueError(
+                f"{self.where}: {tokens} tokens are more than max_tokens_per_rank={self.capacity}: raise it, or call "
+                "the layer with fewer tokens at a time"
+            )
+        rows = self.ep.num_ranks * self.capacity
+        return SymmetricLayout(tokens, rows, rows * k, self.capacity, self.overlap_sms or 0, topk_ids, self.owner)
+
+    @staticmethod
+    def arrived(layout: SymmetricLayout, topk_ids: Tensor) -> SymmetricLayout:
+        return dataclasses.replace(layout, came=topk_ids)
+
+    @staticmethod
+    def send(rows: Rows, layout: SymmetricLayout, ep: EPGroup, operation: str) -> Flight:
+        sent, arrive = _send(rows, layout, ep, operation)
+        return Flight(arrive, lambda: Rows(sent.values, sent.weights, sent.words))
+
+    @staticmethod
+    def give_back(
+        rows: Rows, layout: SymmetricLayout, ep: EPGroup, operation: str, out: Tensor | None = None
+    ) -> Flight:
+        back, arrive = _give_back(ExpertOutput(rows.values), rows.weights, layout, ep, operation, out)
+        return Flight(arrive, lambda: back)
+
+    @staticmethod
+    def pack_layout(layout: SymmetricLayout) -> tuple[list[Tensor], list[int]]:
+        tensors = [layout.topk_ids, layout.owner] + ([] if layout.came is None else [layout.came])
+        numbers = [layout.num_tokens, layout.num_rows, layout.max_assignments, layout.capacity, layout.overlap_sms]
+        return tensors, numbers
+
+    @staticmethod
+    def unpack_layout(tensors: Sequence[Tensor], numbers: Sequence[int]) -> SymmetricLayout:
+        tokens, rows, pairs, capacity, overlap_sms = numbers
+        topk_ids, owner, *came = tensors
+        return SymmetricLayout(tokens, rows, pairs, capacity, overlap_sms, topk_ids, owner, *came)
+
+    def dispatch_async(
+        self,
+        x: Tensor | QuantizedRows,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        layout: Layout | None = None,
+        adapter_ids: Tensor | None = None,
+        scheme: str | None = None,
+    ) -> Pending[ExpertInput]:
+        """As `Dispatcher.dispatch_async`; `scheme` quantizes rows while they are sent, in the same launch where there
+        is a kernel for it."""
+        if scheme is not None and not isinstance(x, QuantizedRows):
+            if torch.compiler.is_compiling() or scheme not in IN_FLIGHT_SCHEMES or x.dtype.itemsize != 2:
+                x, scheme = quantize_rows(x, scheme), None
+        wants_gradient = torch.is_grad_enabled() and (
+            topk_weights.requires_grad or (isinstance(x, Tensor) and x.requires_grad and scheme is None)
+        )
+        if torch.compiler.is_compiling() or wants_gradient:
+            return super().dispatch_async(x, topk_ids, topk_weights, layout=layout, adapter_ids=adapter_ids)
+        self.check(x, topk_ids, topk_weights, adapter_ids)
+        made = layout if layout is not None else self.make_layout(topk_ids)
+        assert isinstance(made, SymmetricLayout)
+        values, words, extras = Extras.join(topk_ids, adapter_ids, x)
+        sent, arrive = _send(
+            Rows(values, topk_weights, words), made, self.ep, f"layer {self.layer!r}, dispatch", scheme
+        )
+        assert sent.words is not None and sent.weights is not None
+        ids, others = extras.split(sent.words)
+        if sent.scales is not None:
+            others |= {"x_scale": sent.scales, "scheme": scheme}
+        rows = self.expert_input(sent.values, ids, sent.weights, self.arrived(made, ids), **others)
+        return Pending(lambda: (arrive(), rows)[1], arrive)
+
+    def combine_async(
+        self, rows: Tensor | ExpertOutput, handle: Layout, *, out: Tensor | None = None
+    ) -> Pending[Tensor]:
+        output = rows if isinstance(rows, ExpertOutput) else ExpertOutput(rows)
+        wants_gradient = torch.is_grad_enabled() and (
+            output.rows.requires_grad or (output.topk_weights is not None and output.topk_weights.requires_grad)
+        )
+        fused = output.strategy == "delegate" and output.rows.dtype in WORD_KINDS
+        if not fused or wants_gradient or torch.compiler.is_compiling():
+            return super().combine_async(rows, handle, out=out)
+        assert isinstance(handle, SymmetricLayout)
+        back, arrive = _give_back(output, None, handle, self.ep, f"layer {self.layer!r}, combine", out)
+        return Pending(lambda: (arrive(), back.values)[1], arrive)
+
+    def wire_bytes(self, handle: Layout, row_bytes: int) -> tuple[int, int]:
+        assert isinstance(handle, SymmetricLayout) and handle.came is not None, "after dispatch"
+        others = [r for r in range(self.ep.num_ranks) if r != self.ep.rank]
+        ids = handle.topk_ids
+        known = (ids >= 0) & (ids < handle.owner.shape[0])
+        owner = torch.where(known, handle.owner[torch.where(known, ids, 0).long()], -1)
+        sent = sum(int((owner == r).any(1).sum()) for r in others)
+        came = (handle.came >= 0).any(1).view(self.ep.num_ranks, self.capacity)
+        return sent * row_bytes, int(came[others].sum()) * row_bytes
+
+
+def _channel(ep: EPGroup, plan: Travelling, layout: SymmetricLayout, values: Tensor, operation: str) -> Channel:
+    words = use_triton(values)
+    row_bytes = values.shape[1] * values.itemsize
+    if row_bytes % 16:
+        raise ValueError(f"{operation}: rows of {row_bytes} bytes can't be stored to peers: must be a multiple of 16")
+    if not words and values.is_cuda:
+        raise ValueError(f"{operation}: {values.dtype} rows on CUDA: use dispatcher='all_to_all'")
+    return channel_for(ep, plan.half_bytes(ep.num_ranks, layout.capacity), words)
+
+
+def _send(
+    rows: Rows, layout: SymmetricLayout, ep: EPGroup, operation: str, scheme: str | None = None
+) -> tuple[Sent, Callable[[], None]]:
+    """Rows with their routing, or without it the way an earlier dispatch took; and what makes them arrive."""
+    came = layout.came if rows.ids is None else None
+    plan = travelling(rows.values, rows.ids, rows.weights, scheme)
+    channel = _channel(ep, plan, layout, rows.values, operation)
+    sent = send_rows(
+        channel,
+        rows.values,
+        layout.topk_ids,
+        layout.owner,
+        layout.capacity,
+        operation=operation,
+        words=rows.ids,
+        weights=rows.weights,
+        came=came,
+        scheme=scheme,
+        **_manner(layout),
+    )
+    return sent, channel.arrival(layout.overlap_sms > 0)
+
+
+def _give_back(
+    output: ExpertOutput,
+    gradients: Tensor | None,
+    layout: SymmetricLayout,
+    ep: EPGroup,
+    operation: str,
+    out: Tensor | None,
+) -> tuple[Rows, Callable[[], None]]:
+    assert layout.came is not None, "combine takes the handle that dispatch gave"
+    rows = output.rows if output.rows.dim() == 2 else output.rows.flatten(0, 1)
+    words = 0 if gradients is None else gradients.shape[1] * gradients.itemsize // 4
+    plan = given_back(rows.shape[1], rows.dtype, words)
+    channel = _channel(ep, plan, layout, rows, operation)
+    values, summed = give_back_rows(
+        channel,
+        rows,
+        layout.came,
+        layout.topk_ids,
+        layout.owner,
+        layout.capacity,
+        operation=operation,
+        slot=output.slot,
+        slot_weights=output.topk_weights,
+        gradients=gradients,
+        out=out,
+        **_manner(layout),
+    )
+    return Rows(values, summed, None), channel.arrival(layout.overlap_sms > 0)
+
+
+def _manner(layout: SymmetricLayout) -> dict[str, Any]:
+    sms = layout.overlap_sms or None
+    return {"profile": profile_of(layout.capacity), "sms": sms, "aside": sms is not None}

@@ -1,0 +1,388 @@
+"""Rows to the ranks that own their experts, in one launch: the sending half of dispatch, and the backward of combine.
+
+Each token's row is stored once into every rank that owns one of its experts, at slot [source rank, token], whatever the
+other tokens do: no counts, no order. Beside it lie the words that travel along: whether the row is here at all, ids,
+router weights. The same launch takes up what the peers store here and puts it into tensors of its own, so a slot is
+free again when the launch ends and what was handed out stays as it is.
+
+    x [M, H], words  ──►  every owner's slots [R, C]  ──►  out [R·C, H], words
+
+M tokens on this rank, C the most of any rank, R ranks, K experts per token, E experts, H row width. Rows of `out` that
+no token has are not written; their words are -1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from epmoe.comm.symmetric import Channel
+from epmoe.ops._dependent_launch import let_next_start, wait_for_previous
+from epmoe.ops._triton import INTERPRET, cdiv, jit, next_power_of_2, on_device_of, tl
+from epmoe.ops.quantize import SCALE_BLOCK, quantize_reference
+from epmoe.ops.symmetric_configs import SymmetricConfig, launch_options, send_config, warm
+from epmoe.ops.symmetric_words import (
+    FLIP,
+    WORD_KINDS,
+    advance,
+    announce,
+    await_peers,
+    escaped,
+    flipped,
+    never_empty,
+    quantize_words,
+    ranks_of,
+    take_record,
+    take_words,
+    turn_of,
+    unescaped,
+)
+
+SLOT_ALIGN = 128  # bytes; where slots begin
+
+
+def slot_bytes(row_bytes: int) -> int:
+    """From one slot to the next, for rows of so many bytes."""
+    return cdiv(row_bytes, SLOT_ALIGN) * SLOT_ALIGN
+
+
+@dataclasses.dataclass(frozen=True)
+class Travelling:
+    """What the slots of one operation hold: `values` words of numbers, then `ids`, `weights` and `scales` words, the
+    first two behind one that says whether the row is here."""
+
+    values: int
+    ids: int = 0
+    weights: int = 0
+    scales: int = 0
+
+    @property
+    def record(self) -> int:
+        """Words that travel for every token of a peer, here or not."""
+        return 1 + self.ids + self.weights if self.ids + self.weights else 0
+
+    @property
+    def slot(self) -> int:
+        """Words from one slot to the next."""
+        return slot_bytes(4 * (self.values + self.record + self.scales)) // 4
+
+    def half_bytes(self, num_ranks: int, capacity: int) -> int:
+        """Bytes of all slots of one operation."""
+        return 4 * self.slot * num_ranks * capacity
+
+
+@jit(
+    do_not_specialize=[
+        "num_tokens",
+        "capacity",
+        "num_experts",
+        "programs",
+        "senders",
+        "limit_us",
+        "code",
+        "x_stride",
+        "came_stride",
+    ]
+)
+def _send_kernel(
+    x, ids, owner, words, weights, came, out, out16, out_words, out_weights, out_scales,
+    peers, peers16, clock, fault, dead,
+    num_tokens, capacity, num_experts, programs, senders, limit_us, code, x_stride, came_stride,
+    control_words, half_words,
+    RANK: tl.constexpr, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    ROW: tl.constexpr, VALUES: tl.constexpr, IDS: tl.constexpr, WEIGHTS: tl.constexpr, SCALES: tl.constexpr,
+    SLOT: tl.constexpr, KIND: tl.constexpr, FLIP: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    GROUPS: tl.constexpr, TAKE: tl.constexpr, RECORD_BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(DEPENDENT)
+    let_next_start(DEPENDENT)
+    pid = tl.program_id(0)
+    epoch = tl.load(clock + pid)
+    turn, stamp = turn_of(epoch)
+    own = peers[RANK]
+    if pid == 0:
+        announce(peers, stamp, turn, num_tokens, RANK, R)
+    base = control_words + turn.to(tl.int64) * half_words
+    RECORD: tl.constexpr = 1 + IDS + WEIGHTS if IDS + WEIGHTS > 0 else 0
+    OTHERS: tl.constexpr = R - 1 if R > 1 else 1
+    PARTS: tl.constexpr = (ROW + GROUPS * 64 - 1) // (GROUPS * 64)
+    j = tl.arange(0, RECORD_BLOCK)
+    if pid < senders:
+        for v in range(pid, capacity * PARTS, senders):
+            token = v // PARTS
+            part = v % PARTS
+            exists = token < num_tokens
+            group = part * GROUPS + tl.arange(0, GROUPS)
+            at = group[:, None] * 64 + tl.arange(0, 64)[None, :]
+            mask = at < tl.where(exists, ROW, 0)
+            w = tl.load(x + token.to(tl.int64) * (x_stride * STRIDE_UNIT) + at, mask=mask, other=0)
+            to = ranks_of(ids, owner, token, num_tokens, num_experts, K, KP)
+            row = (RANK * capacity + token).to(tl.int64)
+            if SCALES > 0:
+                q, scale = quantize_words(w, KIND, INTERPRETED)
+            elif FLIP != 0:
+                q = flipped(w, FLIP)
+            else:
+                q = never_empty(w)
+            if RECORD > 0:
+                if part == 0:
+                    sent = tl.where(exists, RECORD, 0)
+                    is_id = (j > 0) & (j <= IDS) & (j < sent)
+                    is_weight = (j > IDS) & (j < sent)
+                    id_word = tl.load(words + token.to(tl.int64) * IDS + (j - 1), mask=is_id, other=-1)
+                    weight = tl.load(weights + token.to(tl.int64) * WEIGHTS + (j - 1 - IDS), mask=is_weight, other=0)
+                    here = tl.max((to == RANK).to(tl.int32)) > 0
+                    tl.store(out_words + row * IDS + (j - 1), tl.where(here, id_word, -1), mask=(j > 0) & (j <= IDS))
+                    tl.store(
+                        out_weights + row * WEIGHTS + (j - 1 - IDS), tl.where(here, weight, 0),
+                        mask=(j > IDS) & (j < RECORD),
+                    )  # fmt: skip
+                    record = tl.where(j <= IDS, escaped(id_word), never_empty(weight))
+                    for r in tl.static_range(R):
+                        if r != RANK:
+                            goes = tl.max((to == r).to(tl.int32))
+                            slot = peers[r] + base + row * SLOT + VALUES
+                            tl.store(slot + j, tl.where(j == 0, goes, record), mask=j < sent)
+            for r in tl.static_range(R):
+                if tl.max((to == r).to(tl.int32)) > 0:
+                    if r == RANK:
+                        if SCALES > 0:
+                            tl.store(out16 + row * ROW + at, q, mask=mask)
+                            tl.store(out_scales + row * SCALES + group, scale, mask=group < SCALES)
+                        else:
+                            tl.store(out + row * ROW + at, w, mask=mask)
+                    else:
+                        if SCALES > 0:
+                            tl.store(peers16[r] + 2 * (base + row * SLOT) + at, q, mask=mask)
+                            scales = peers[r] + base + row * SLOT + (VALUES + RECORD)
+                            bits = never_empty(scale.to(tl.int32, bitcast=True))
+                            tl.store(scales + group, bits, mask=group < SCALES)
+                        else:
+                            tl.store(peers[r] + base + row * SLOT + at, q, mask=mask)
+    else:
+        for v in range(pid - senders, capacity * (R - 1), programs - senders):
+            token = v // OTHERS
+            source = (RANK + 1 + v % OTHERS) % R
+            row = (source * capacity + token).to(tl.int64)
+            slot = own + base + row * SLOT
+            if RECORD > 0:
+                control = own + turn * R + source
+                record, exists = take_record(
+                    control, slot + VALUES, j, RECORD, token, stamp, limit_us, fault, dead, code, source
+                )
+                here = exists & (tl.sum(tl.where(j == 0, record, 0)) > 0)
+                id_word = tl.where(here, unescaped(record), -1)
+                tl.store(out_words + row * IDS + (j - 1), id_word, mask=(j > 0) & (j <= IDS))
+                weight = tl.where(here, record, 0)
+                tl.store(out_weights + row * WEIGHTS + (j - 1 - IDS), weight, mask=(j > IDS) & (j < RECORD))
+            else:
+                k = tl.arange(0, KP)
+                here = tl.max(tl.load(came + row * came_stride + k, mask=k < K, other=-1)) >= 0
+            if here:
+                for first in tl.static_range(0, VALUES, TAKE):
+                    cols = first + tl.arange(0, TAKE)
+                    taken = take_words(slot + cols, cols < VALUES, limit_us, fault, dead, code, source)
+                    tl.store(out + row * VALUES + cols, taken ^ FLIP, mask=cols < VALUES)
+                if SCALES > 0:
+                    s = tl.arange(0, SCALE_BLOCK)
+                    ptrs = slot + (VALUES + RECORD) + s
+                    bits = take_words(ptrs, s < SCALES, limit_us, fault, dead, code, source)
+                    tl.store(out_scales + row * SCALES + s, bits.to(tl.float32, bitcast=True), mask=s < SCALES)
+    if pid == programs - 1:
+        await_peers(own, stamp, turn, limit_us, fault, dead, code, RANK, R)
+    advance(clock, epoch, pid, programs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """What this rank received: `values [R·C, H]`, `words [R·C, W]` and `weights [R·C, K]` where they travelled, `scales
+    [R·C, S]` where the sender quantized."""
+
+    values: Tensor
+    words: Tensor | None = None
+    weights: Tensor | None = None
+    scales: Tensor | None = None
+
+
+def travelling(values: Tensor, words: Tensor | None, weights: Tensor | None, scheme: str | None) -> Travelling:
+    """What the slots of `send_rows` with these arguments hold."""
+    H = values.shape[1]
+    if scheme is not None:
+        value_words, scales = cdiv(H, 4), cdiv(H, SCALE_BLOCK)
+    else:
+        value_words, scales = H * values.itemsize // 4, 0
+    word_count = 0 if words is None else words.shape[1]
+    weight_count = 0 if weights is None else weights.shape[1] * weights.itemsize // 4
+    return Travelling(value_words, word_count, weight_count, scales)
+
+
+def _send_rows_triton(
+    channel: Channel, values: Tensor, ids: Tensor, owner: Tensor, capacity: int, words: Tensor | None,
+    weights: Tensor | None, came: Tensor | None, scheme: str | None, code: int, config: SymmetricConfig,
+    aside: bool = False,
+) -> Sent:  # fmt: skip
+    plan = travelling(values, words, weights, scheme)
+    M, H = values.shape
+    R, T = channel.ep.num_ranks, channel.ep.num_ranks * capacity
+    values = aligned_rows(values)
+    ids, words = ids.contiguous(), None if words is None else words.contiguous()
+    weights = None if weights is None else weights.contiguous()
+    out = values.new_empty(T, H, dtype=torch.float8_e4m3fn if scheme is not None else values.dtype)
+    out_words = None if words is None else words.new_empty(T, words.shape[1])
+    out_weights = None if weights is None else weights.new_empty(T, weights.shape[1])
+    scales = None if scheme is None else values.new_empty(T, plan.scales, dtype=torch.float32)
+    groups = max(1, config.block // 64)
+    arguments = (
+        _words(values), ids, owner, words, None if weights is None else _words(weights), came,
+        out.view(torch.int32), None if scheme is None else out.view(torch.int16), out_words,
+        None if out_weights is None else _words(out_weights), scales,
+        channel.peers, channel.peers16, channel.clock, channel.fault, channel.dead,
+        M, capacity, owner.shape[0], config.programs, config.senders, channel.limit_us, code,
+        values.stride(0) * values.itemsize // 16, 0 if came is None else came.stride(0),
+        channel.control_bytes // 4, channel.half_bytes // 4,
+    )  # fmt: skip
+    constants = {
+        "RANK": channel.ep.rank,
+        "R": R,
+        "K": ids.shape[1],
+        "KP": next_power_of_2(ids.shape[1]),
+        "ROW": H * values.itemsize // 4,
+        "VALUES": plan.values,
+        "IDS": plan.ids,
+        "WEIGHTS": plan.weights,
+        "SCALES": plan.scales,
+        "SLOT": plan.slot,
+        "KIND": WORD_KINDS.get(values.dtype, 0),
+        "FLIP": FLIP.get(values.dtype, 0),
+        "STRIDE_UNIT": 4,
+        "GROUPS": groups,
+        # not fewer than threads: then no two of them poll the same word and come to differ
+        "TAKE": max(config.take, 32 * config.num_warps),
+        "RECORD_BLOCK": max(next_power_of_2(plan.record), 32 * config.num_warps),
+        "SCALE_BLOCK": max(next_power_of_2(plan.scales), 32 * config.num_warps),
+        "INTERPRETED": INTERPRET,
+        **launch_options(values.device, config),
+    }
+    fields = {"capacity": capacity, "values": str(values.dtype), "scheme": scheme, **dataclasses.asdict(plan), "H": H}
+    with on_device_of(values):
+        channel.meet("send", fields, lambda: warm(_send_kernel, arguments, constants, config))
+        with channel.launching(aside, arguments):
+            _send_kernel[(config.programs,)](*arguments, **constants)
+    return Sent(out, out_words, out_weights, scales)
+
+
+def aligned_rows(t: Tensor) -> Tensor:
+    """`t` with dense rows that begin at multiples of 16 bytes: itself, or a copy."""
+    if t.stride(1) == 1 and t.stride(0) * t.itemsize % 16 == 0 and t.data_ptr() % 16 == 0:
+        return t
+    return t.clone(memory_format=torch.contiguous_format)  # `contiguous` leaves an empty one as it is
+
+
+def _words(t: Tensor) -> Tensor:
+    return t.view(torch.int32)
+
+
+def send_rows_reference(
+    channel: Channel, values: Tensor, ids: Tensor, owner: Tensor, capacity: int, words: Tensor | None,
+    weights: Tensor | None, came: Tensor | None, scheme: str | None, code: int,
+) -> Sent:  # fmt: skip
+    """`send_rows` in torch, on CPU: what a peer announces has arrived."""
+    slot = 4 * travelling(values, words, weights, scheme).slot
+    scales = None
+    if scheme is not None:
+        values, scales = quantize_reference(values, scheme)
+    (M, H), rank, R = values.shape, channel.ep.rank, channel.ep.num_ranks
+    known = (ids >= 0) & (ids < owner.shape[0])
+    to = torch.where(known, owner[torch.where(known, ids, 0).long()], -1)  # [M, K]
+    received = Sent(
+        values.new_empty(R * capacity, H),
+        None if words is None else words.new_full((R * capacity, words.shape[1]), -1),
+        None if weights is None else weights.new_zeros(R * capacity, weights.shape[1]),
+        None if scales is None else scales.new_empty(R * capacity, scales.shape[1]),
+    )
+    fields = dataclasses.fields(Sent)
+    arrived = [t.view(torch.uint8) for t in (getattr(received, field.name) for field in fields) if t is not None]
+    parts = [_bytes(t) for t in (values, words, weights, scales) if t is not None]
+    with channel.one_turn() as turn:
+        for r in range(R):
+            goes = (to == r).any(1)
+            sent = parts if came is not None else [*parts, goes[:, None].to(torch.uint8)]
+            message = torch.cat(sent, dim=1)
+            slots = channel.half(r, turn).narrow(0, rank * capacity * slot, M * slot).view(M, slot)
+            slots[:, : message.shape[1]] = message
+        channel.announce(M)
+        for source in range(R):
+            count = M if source == rank else channel.announced(source, code)
+            row = source * capacity
+            slots = channel.half(rank, turn).narrow(0, row * slot, count * slot).view(count, slot)
+            ends = torch.tensor([t.shape[1] for t in parts]).cumsum(0).tolist()
+            here = slots[:, ends[-1]] > 0 if came is None else (came[row : row + count] >= 0).any(1)
+            for t, begin, end in zip(arrived, [0, *ends], ends, strict=False):
+                t[row : row + count][here] = slots[:, begin:end][here]
+    return received
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return aligned_rows(t).contiguous().view(torch.uint8)
+
+
+def send_rows(
+    channel: Channel,
+    values: Tensor,
+    ids: Tensor,
+    owner: Tensor,
+    capacity: int,
+    *,
+    operation: str,
+    words: Tensor | None = None,
+    weights: Tensor | None = None,
+    came: Tensor | None = None,
+    scheme: str | None = None,
+    profile: str = "latency",
+    sms: int | None = None,
+    aside: bool = False,
+) -> Sent:
+    """Sends each row once to every rank that owns one of its experts, and takes up what comes; every rank must call.
+
+    No op of torch's dispatcher: it writes to buffers that no schema shows. The dispatcher wraps it in one that does.
+
+    Args:
+        channel: of the group, with halves of at least `travelling(...).half_bytes(R, C)`; of words where kernels run.
+        values: `[M, H]`, M at most C, rows of a multiple of 16 bytes.
+        ids: `[M, K]` int32; outside `[0, E)` goes nowhere.
+        owner: `[E]` int32.
+        capacity: C, the same on all ranks.
+        operation: names it in errors.
+        words, weights: `[M, W]` int32 and `[M, K]` that travel along, both or neither.
+        came: without them, the `[R·C, K]` ids that travelled in an earlier call with the same `ids`.
+        scheme: `fp8_block` quantizes 16-bit values on the way, as `ops.quantize` does.
+        profile: `latency` or `throughput`; see `symmetric_configs`.
+        sms: the most SMs to use; None: all.
+        aside: launch in the channel's own stream; `channel.arrival` then waits.
+
+    Raises:
+        PeerError: on CPU, a peer did not deliver in time; on CUDA, an earlier operation failed.
+        ValueError: the first of its kind while a CUDA graph is captured, or ranks that disagree.
+    """
+    assert (words is None) == (weights is None) and (came is None) != (words is None)
+    assert values.shape[0] <= capacity and values.shape[1] * values.itemsize % 16 == 0
+    code = channel.begin(operation)
+    if not channel.words:
+        return send_rows_reference(channel, values, ids, owner, capacity, words, weights, came, scheme, code)
+    plan = travelling(values, words, weights, scheme)
+    config = send_config(
+        values.device,
+        capacity,
+        channel.ep.num_ranks,
+        values.shape[1] * values.itemsize // 4,
+        plan.values,
+        sms,
+        profile,
+    )
+    sent = _send_rows_triton(channel, values, ids, owner, capacity, words, weights, came, scheme, code, config, aside)
+    if values.device.type == "cpu":
+        channel.check()
+    return sent

@@ -1,0 +1,236 @@
+"""What the kernels over symmetric memory share: words as they travel, waits with a deadline, the epoch.
+
+Rows travel as 32-bit words: one fp32, two 16-bit or four 8-bit numbers. A slot's words hold `EMPTY` (all bits set)
+until one arrives, and a reader sets them back as it takes them: each word is its own flag, so a row costs one flight
+over the link and no fence. That needs no order between words: each is polled for itself. A 32-bit word is written and
+read whole, also within a 16-byte access. No word sent is `EMPTY`: as a number it would be one NaN of many (or, in int8,
+four times -128, which symmetric rounding never gives), so another takes its place.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from epmoe.comm.symmetric import CLOCKS, COUNT_BITS, EMPTY, STAMPS
+from epmoe.ops._triton import HAVE_TRITON, INTERPRET, cast_from_float32, jit, tl
+from epmoe.ops.quantize import magnitude_bits, round_scaled, scale_of
+
+if HAVE_TRITON and not INTERPRET:
+    from triton.language.extra.cuda import globaltimer as nanoseconds
+else:
+
+    def nanoseconds():
+        """The interpreter's clock; asked only while waiting, so let others run."""
+        time.sleep(0.0001)
+        return time.monotonic_ns()
+
+
+if HAVE_TRITON:
+    _CLOCKS = tl.constexpr(CLOCKS)
+    _COUNT_BITS = tl.constexpr(COUNT_BITS)
+    _COUNT_MASK = tl.constexpr((1 << COUNT_BITS) - 1)
+    _STAMPS = tl.constexpr(STAMPS)
+    _EMPTY = tl.constexpr(EMPTY)
+    _ESCAPED = tl.constexpr(-(2**31) + 1)  # stands for a whole number that is -1
+    _NAN = tl.constexpr(0x7FFFFFFF)  # NaN in fp32, bf16, fp16 and e4m3
+
+WORD_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Dtypes that kernels add up, and how a word of them is taken apart."""
+
+FLIP = {torch.int8: 0x7F7F7F7F}
+"""What values are xor-ed with while they travel."""
+
+
+@jit
+def unpack_words(w, KIND: tl.constexpr):
+    """The numbers of a word as fp32: (low half, high half); of fp32 twice the same."""
+    if KIND == 0:
+        f = w.to(tl.float32, bitcast=True)
+        return f, f
+    elif KIND == 1:
+        return (w << 16).to(tl.float32, bitcast=True), (w & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = w.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        return low, (w >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@jit
+def pack_words(low, high, KIND: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The inverse of `unpack_words`, rounded to nearest even."""
+    if KIND == 0:
+        return low.to(tl.int32, bitcast=True)
+    elif INTERPRETED:
+        dtype: tl.constexpr = tl.bfloat16 if KIND == 1 else tl.float16
+        a = cast_from_float32(low, dtype, INTERPRETED).to(tl.int16, bitcast=True).to(tl.int32)
+        b = cast_from_float32(high, dtype, INTERPRETED).to(tl.int16, bitcast=True).to(tl.int32)
+        return (a & 0xFFFF) | (b << 16)
+    else:
+        asm: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if KIND == 1 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+        return tl.inline_asm_elementwise(asm, "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@jit
+def quantize_words(w, KIND: tl.constexpr, INTERPRETED: tl.constexpr):
+    """`[groups, 64]` words of 16-bit numbers -> `[groups, 64]` int16 pairs of e4m3 and `[groups]` scales, as
+    `ops.quantize` gives them for `fp8_block`."""
+    low, high = unpack_words(w, KIND)
+    amax = tl.max(tl.maximum(magnitude_bits(low), magnitude_bits(high)), axis=1)
+    scale, inverse = scale_of(amax, 448.0)
+    if INTERPRETED:
+        a = round_scaled(low, inverse[:, None], tl.float8e4nv, INTERPRETED).to(tl.int8, bitcast=True).to(tl.int16)
+        b = round_scaled(high, inverse[:, None], tl.float8e4nv, INTERPRETED).to(tl.int8, bitcast=True).to(tl.int16)
+        return (a & 0xFF) | (b << 8), scale
+    else:
+        by = inverse[:, None]
+        low = tl.where(by == 0.0, 0.0, low * by)
+        high = tl.where(by == 0.0, 0.0, high * by)
+        pairs = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $3, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $2; "
+            "mov.b32 $0, {a, b}; }",
+            "=r,f,f,f,f",
+            [low, high],
+            dtype=tl.int16,
+            is_pure=True,
+            pack=2,
+        )
+        return pairs, scale
+
+
+@jit
+def never_empty(w):
+    """Words of numbers, fit to travel."""
+    return tl.where(w == _EMPTY, _NAN, w)
+
+
+@jit
+def flipped(w, FLIP: tl.constexpr):
+    """Words of int8 numbers (FLIP != 0), fit to travel and back: -128 four times becomes -127."""
+    if FLIP != 0:
+        w = tl.where(w == -2139062144, -2122219135, w) ^ FLIP
+    return w
+
+
+@jit
+def escaped(w):
+    """Words of whole numbers, fit to travel: -1 goes as `_ESCAPED`."""
+    return tl.where(w == _EMPTY, _ESCAPED, w)
+
+
+@jit
+def unescaped(w):
+    """The inverse of `escaped`."""
+    return tl.where(w == _ESCAPED, -1, w)
+
+
+@jit
+def give_up(fault, dead, code, peer):
+    """Tells the host, and later waits."""
+    tl.store(dead, 1)
+    tl.store(fault, (code << 8) | (peer + 1))
+
+
+@jit
+def take_words(ptrs, mask, limit_us, fault, dead, code, peer):
+    """Waits until no word under the mask is empty, empties them again, and returns them. Words that did not come in
+    time stay empty: as numbers they are NaN."""
+    # volatile: a relaxed load of each word, from where the peer's store lands
+    w = tl.load(ptrs, mask=mask, other=0, volatile=True)
+    waiting = tl.max((w == _EMPTY).to(tl.int32))
+    if waiting != 0:
+        start = nanoseconds()
+        # 1: some are missing; 2: and it is too late. Clocks and flags are read by each thread for itself, so all that
+        # decides passes through the reduction and is the same for all.
+        while waiting == 1:
+            late = (nanoseconds() - start > limit_us.to(tl.int64) * 1000) | (tl.load(dead, volatile=True) != 0)
+            w = tl.load(ptrs, mask=mask, other=0, volatile=True)
+            waiting = tl.max((w == _EMPTY).to(tl.int32) * tl.where(late, 2, 1))
+        if waiting == 2:
+            give_up(fault, dead, code, peer)
+    tl.store(ptrs, tl.full(w.shape, _EMPTY, tl.int32), mask=mask)
+    return w
+
+
+@jit
+def take_record(control, ptr, j, words, token, stamp, limit_us, fault, dead, code, peer):
+    """Waits until the peer has announced this operation and, if it has that many tokens, for the `words` words of one
+    at `ptr + j`; empties and returns (words, whether it has that many tokens)."""
+    announced = tl.load(control, volatile=True)
+    w = tl.load(ptr + j, mask=j < words, other=0, volatile=True)
+    waiting = tl.max(_missing(announced, w, token, stamp))
+    if waiting != 0:
+        start = nanoseconds()
+        while waiting == 1:
+            late = (nanoseconds() - start > limit_us.to(tl.int64) * 1000) | (tl.load(dead, volatile=True) != 0)
+            announced = tl.load(control, volatile=True)
+            w = tl.load(ptr + j, mask=j < words, other=0, volatile=True)
+            waiting = tl.max(_missing(announced, w, token, stamp) * tl.where(late, 2, 1))
+        if waiting == 2:
+            give_up(fault, dead, code, peer)
+    exists = (waiting == 0) & (token < (announced & _COUNT_MASK))
+    tl.store(ptr + j, tl.full(j.shape, _EMPTY, tl.int32), mask=j < tl.where(exists, words, 0))
+    return w, exists
+
+
+@jit
+def _missing(announced, w, token, stamp):
+    """1 for each word that is still to come: all, until the peer says how many tokens it has."""
+    empty = tl.where(token < (announced & _COUNT_MASK), (w == _EMPTY).to(tl.int32), 0)
+    return tl.where((announced >> _COUNT_BITS) == stamp, empty, 1)
+
+
+@jit
+def announce(peers, stamp, turn, count, RANK: tl.constexpr, R: tl.constexpr):
+    """One program tells every peer, at the start of an operation, that the ones before it are done.
+
+    No release is needed for that: what they wrote was complete when this kernel began (the end of a kernel, or
+    `wait_for_previous`, makes its writes visible to all), and this store comes after.
+    """
+    for r in tl.static_range(R):
+        if r != RANK:
+            tl.atomic_xchg(peers[r] + turn * R + RANK, (stamp << _COUNT_BITS) | count, sem="relaxed", scope="sys")
+
+
+@jit
+def await_peers(control, stamp, turn, limit_us, fault, dead, code, RANK: tl.constexpr, R: tl.constexpr):
+    """One program ends only when every peer has announced this operation, and with it the kernel: whatever follows in
+    the stream may write into the half that the operation before this one used. The acquire pairs with nothing younger
+    than the peer's last kernel; the stores that rely on it come in the next kernel here."""
+    for r in tl.static_range(R):
+        if r != RANK:
+            ptr = control + turn * R + r
+            # a scalar atomic whose result is used: one thread asks, all get its answer
+            announced = tl.atomic_add(ptr, 0, sem="acquire", scope="sys")
+            if (announced >> _COUNT_BITS) != stamp:
+                start = nanoseconds()
+                late = 0
+                while ((announced >> _COUNT_BITS) != stamp) & (late == 0):
+                    announced = tl.atomic_add(ptr, 0, sem="acquire", scope="sys")
+                    passed = nanoseconds() - start > limit_us.to(tl.int64) * 1000
+                    late = tl.atomic_or(dead, passed.to(tl.int32), sem="relaxed", scope="gpu") | passed.to(tl.int32)
+                if (announced >> _COUNT_BITS) != stamp:
+                    give_up(fault, dead, code, r)
+
+
+@jit
+def turn_of(epoch):
+    """(the half that operation `epoch` uses, its stamp)."""
+    return epoch & 1, epoch % _STAMPS
+
+
+@jit
+def advance(clock, epoch, program, programs):
+    """A program moves its copies of the epoch on."""
+    for first in range(program, _CLOCKS, programs * 128):
+        at = first + programs * tl.arange(0, 128)
+        tl.store(clock + at, tl.full((128,), 1, tl.int32) + epoch, mask=at < _CLOCKS)
+
+
+@jit
+def ranks_of(ids, owner, token, num_tokens, num_experts, K: tl.constexpr, KP: tl.constexpr):
+    """`[KP]`: the ranks that own the token's experts, -1 for none."""
+    k = tl.arange(0, KP)
+    e = tl.load(ids + token.to(tl.int64) * K + k, mask=k < tl.where(token < num_tokens, K, 0), other=-1)
+    known = (e >= 0) & (e < num_experts)
+    return tl.load(owner + tl.where(known, e, 0), mask=known, other=-1)

@@ -1,0 +1,452 @@
+"""`symmetric`: the same rows, sums and gradients as all-to-all, by kernels and by twins; any order of operations; ranks
+that are slow, late or dead. Real processes whose buffers are shared memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epmoe import EPGroup, ExpertPlacement, PeerError
+from epmoe.dispatch.all_to_all import AllToAllDispatcher
+from epmoe.dispatch.base import Dispatcher, ExpertInput
+from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
+from epmoe.dispatch.symmetric import SymmetricDispatcher
+from epmoe.quant.rows import quantize_rows
+from epmoe.testing import RankFailed, poisoned_empty, run_ranks
+
+E, K, H, C = 5, 2, 64, 4
+MODES = ["torch", "triton"]  # EPMOE_CPU_KERNELS
+
+
+def make(
+    kind: type[Dispatcher], ep: EPGroup, *, capacity: int = C, layer: str = "blocks.3.moe", experts: int = E
+) -> Any:
+    placement = ExpertPlacement.contiguous(experts, ep.num_ranks)  # uneven
+    owner, expert_map = placement.owner_tensor(ep.device), placement.expert_map(ep.rank, ep.device)
+    return kind(ep, owner, expert_map, placement.num_local(ep.rank), layer=layer, max_tokens_per_rank=capacity)
+
+
+def batch(rank: int, seed: int, dtype: torch.dtype = torch.bfloat16, tokens: int | None = None) -> tuple[Tensor, ...]:
+    """x, ids with holes, weights: what any rank can rebuild for any other."""
+    tokens = [C, 0, C - 1, 1][rank] if tokens is None else tokens
+    g = torch.Generator().manual_seed(seed * 10 + rank)
+    ids = torch.rand(tokens, E, generator=g).argsort(1)[:, :K].int()
+    if tokens > 2:
+        ids[1, 1:] = -1
+        ids[2] = torch.tensor([-1, E + 1000])
+    return torch.randn(tokens, H, generator=g).to(dtype), ids, torch.rand(tokens, K, generator=g)
+
+
+def owned(rows: ExpertInput) -> Tensor:
+    """`[T, K]`: which pairs are for experts here."""
+    ids = rows.topk_ids
+    return (ids >= 0) & (ids < E) & (rows.expert_map[ids.clamp(0, E - 1).long()] >= 0)
+
+
+def round_trip(d: Any, x: Tensor, ids: Tensor, weights: Tensor) -> list[Tensor]:
+    """What arrives, what comes back and both gradients; an expert is a factor, applied with the router's weight."""
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    with poisoned_empty():
+        rows = d.dispatch(x, ids, weights)
+        pairs = owned(rows)
+        here = pairs.any(1)
+        factor = torch.where(pairs, rows.topk_weights * (1 + rows.topk_ids), 0).sum(1, keepdim=True)
+        y = torch.where(here[:, None], rows.x, 0) * factor.to(x.dtype)
+        out = d.combine(y, rows.handle)
+        loss = out.float().square().sum()
+        dx, dw = torch.autograd.grad(loss, [x, weights])
+    return [rows.x[here].detach(), rows.topk_ids[here], rows.topk_weights[here].detach(), out.detach(), dx, dw]
+
+
+def against_all_to_all(rank: int, ranks: int, mode: str, seed: int) -> None:
+    ep = EPGroup(timeout=60)
+    dtypes = (torch.bfloat16, torch.float32, torch.float16) if mode == "torch" else (torch.bfloat16,)
+    for n, dtype in enumerate((*dtypes, dtypes[0])):
+        os.environ["EPMOE_CPU_KERNELS"] = "torch"
+        wanted = round_trip(make(AllToAllDispatcher, ep), *batch(rank, seed + n, dtype))
+        os.environ["EPMOE_CPU_KERNELS"] = mode
+        got = round_trip(make(SymmetricDispatcher, ep), *batch(rank, seed + n, dtype))
+        for part, (a, b) in enumerate(zip(got, wanted, strict=True)):
+            assert torch.equal(a, b), (mode, dtype, part)
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("torch", 1), ("torch", 2), ("torch", 4), ("triton", 1), ("triton", 2)])
+def test_rows_sums_and_gradients_are_those_of_all_to_all_to_the_bit(mode: str, ranks: int, seed: int) -> None:
+    run_ranks(against_all_to_all, ranks, args=(mode, seed), timeout=120)
+
+
+def in_float64(rank: int, ranks: int, seed: int) -> None:
+    ep = EPGroup(timeout=60)
+    x, ids, weights = batch(rank, seed, torch.float64)
+    results = [
+        round_trip(make(kind, ep), x, ids, weights.double()) for kind in (SymmetricDispatcher, AllToAllDispatcher)
+    ]
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b) and a.dtype in (torch.float64, torch.int32)
+
+
+def test_float64_takes_the_twin(seed: int) -> None:
+    run_ranks(in_float64, 2, args=(seed,))
+
+
+def quantized_on_the_way(rank: int, ranks: int, seed: int) -> None:
+    ep = EPGroup(timeout=60)
+    x, ids, weights = batch(rank, seed)
+    x = x * torch.logspace(-3, 3, x.shape[0] or 1)[: x.shape[0], None].to(x.dtype)
+    adapter_ids = torch.arange(x.shape[0], dtype=torch.int32) - 1
+    for mode in MODES:
+        os.environ["EPMOE_CPU_KERNELS"] = mode
+        d = make(SymmetricDispatcher, ep)
+        for scheme in ("fp8_block", "int8_row"):
+            by_dispatch = d.dispatch_async(x, ids, weights, scheme=scheme, adapter_ids=adapter_ids).wait()
+            by_caller = d.dispatch(quantize_rows(x, scheme), ids, weights, adapter_ids=adapter_ids)
+            here = owned(by_dispatch).any(1)
+            assert by_dispatch.scheme == by_caller.scheme == scheme
+            for name in ("x", "x_scale", "topk_ids", "topk_weights", "adapter_ids"):
+                a, b = (getattr(rows, name)[here].contiguous().view(torch.uint8) for rows in (by_dispatch, by_caller))
+                assert torch.equal(a, b), (mode, scheme, name)
+            sources = [quantize_rows(batch(0, seed)[0][:0], scheme)] if not here.any() else None
+            if sources is None:
+                token = here.nonzero()[0, 0] % C
+                source = int(here.nonzero()[0, 0]) // C
+                sent = batch(source, seed)[0]
+                sent = sent * torch.logspace(-3, 3, sent.shape[0])[:, None].to(sent.dtype)
+                want = quantize_rows(sent, scheme)
+                first = here.nonzero()[0, 0]
+                assert torch.equal(by_dispatch.x[first].view(torch.uint8), want.values[token].view(torch.uint8))
+                assert torch.equal(by_dispatch.x_scale[first], want.scales[token])
+
+
+def test_rows_quantized_on_the_way_are_those_quantized_before(seed: int) -> None:
+    run_ranks(quantized_on_the_way, 2, args=(seed,), timeout=90)
+
+
+def weighted_by_combine(rank: int, ranks: int, seed: int) -> None:
+    ep = EPGroup(timeout=60)
+    x, ids, weights = batch(rank, seed)
+    for mode in MODES:
+        os.environ["EPMOE_CPU_KERNELS"] = mode
+        d = make(SymmetricDispatcher, ep)
+        rows = d.dispatch(x, ids, weights)
+        pairs = owned(rows)
+        g = torch.Generator().manual_seed(seed + rank)
+        slot = torch.full(pairs.shape, -1, dtype=torch.int32)
+        slot[pairs] = torch.randperm(int(pairs.sum()) + 3, generator=g)[: int(pairs.sum())].int()
+        y = torch.full((int(pairs.sum()) + 3, H), float("nan"), dtype=x.dtype)
+        y[slot[pairs].long()] = torch.randn(int(pairs.sum()), H, generator=g).to(x.dtype)
+        nan_weights = torch.where(pairs, rows.topk_weights, float("nan"))
+        for p in (nan_weights, None):
+            delegated = d.combine(ExpertOutput(y, "delegate", slot, p), rows.handle)
+            reduced = d.combine(weight_and_reduce(ExpertOutput(y.float(), "contiguous", slot, p)), rows.handle)
+            error = (delegated.float() - reduced).norm()  # of rows rounded once on the way, sums once at the end
+            assert error <= 5e-3 * reduced.norm(), (mode, p is None)
+        y.requires_grad_()
+        out = d.combine(ExpertOutput(y, "delegate", slot, nan_weights), rows.handle)
+        (dy,) = torch.autograd.grad(out.float().sum(), y)
+        assert torch.equal(dy[slot[pairs].long()], rows.topk_weights[pairs][:, None].to(y.dtype).expand(-1, H))
+
+
+def test_combine_weights_and_sums_experts_rows_itself(seed: int) -> None:
+    run_ranks(weighted_by_combine, 2, args=(seed,), timeout=90)
+
+
+# ---- order, drift, number in flight
+
+
+def orders(rank: int, ranks: int, mode: str, seed: int) -> None:
+    """Two layers of other capacities and three microbatches in one group, combines in any order, each rank late in
+    turns, rows held all the while."""
+    os.environ["EPMOE_CPU_KERNELS"] = mode
+    ep = EPGroup(timeout=60)
+    layers = [make(SymmetricDispatcher, ep), make(SymmetricDispatcher, ep, capacity=2 * C, layer="blocks.4.moe")]
+    for step, order in enumerate(["DDDCCC", "DDCC", "DCDC", "DDD", "DDCCDC"] if mode == "torch" else ["DDCC", "DDCDC"]):
+        held: list[tuple[Any, ExpertInput, Tensor, Tensor]] = []
+        combined = 0
+        for n, what in enumerate(order):
+            if (step + n) % ranks == rank:
+                time.sleep(0.02)
+            d = layers[n % 2]
+            if what == "D":
+                tokens = (rank + n + step) % (C + 1)
+                x, ids, weights = batch(rank, seed + 10 * step + n, tokens=tokens)
+                held.append((d, d.dispatch(x, ids, weights), x, ids))
+            else:
+                d, rows, x, ids = held[combined]
+                combined += 1
+                out = d.combine(rows.x * (rank + 1), rows.handle)
+                known = (ids >= 0) & (ids < E)
+                owner = torch.where(known, d.owner[torch.where(known, ids, 0).long()], -1)
+                want = torch.zeros(x.shape)
+                for r in range(ranks):
+                    want += torch.where((owner == r).any(1)[:, None], (x * (r + 1)).float(), 0)
+                assert torch.equal(out, want.to(x.dtype)), (order, n)
+        for n, (_, rows, _, _) in enumerate(held):  # nothing was written over
+            here = owned(rows).any(1).view(ranks, -1)
+            for source in range(ranks):
+                tokens = (source + order_index(order, n) + step) % (C + 1)
+                sent, _, _ = batch(source, seed + 10 * step + order_index(order, n), tokens=tokens)
+                kept = rows.x.view(ranks, -1, H)[source, :tokens][here[source, :tokens]]
+                assert torch.equal(kept, sent[here[source, :tokens]]) and not here[source, tokens:].any()
+    assert len(ep.channels) <= 2
+
+
+def order_index(order: str, n: int) -> int:
+    """Where the n-th dispatch stands."""
+    return [i for i, what in enumerate(order) if what == "D"][n]
+
+
+@pytest.mark.parametrize("mode, ranks", [("torch", 2), ("torch", 4), ("triton", 2)])
+def test_any_order_of_dispatches_and_combines_with_ranks_that_drift(mode: str, ranks: int, seed: int) -> None:
+    run_ranks(orders, ranks, args=(mode, seed), timeout=120)
+
+
+def skewed(rank: int, ranks: int, mode: str, seed: int) -> list[Tensor]:
+    os.environ["EPMOE_CPU_KERNELS"] = mode
+    d = make(SymmetricDispatcher, EPGroup(timeout=60))
+    x, ids, weights = batch(rank, seed, tokens=C)
+    outs = []
+    for target in (0, E - 1, -1):  # all to the first rank, to the last, to none
+        ids = torch.full_like(ids, target)
+        rows = d.dispatch(x, ids, weights)
+        outs.append(d.combine(rows.x, rows.handle) - (x if target >= 0 else 0))
+    return outs
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_tokens_to_one_rank_or_to_none(mode: str, seed: int) -> None:
+    for outs in run_ranks(skewed, 2, args=(mode, seed), timeout=60):
+        assert all(torch.equal(out, torch.zeros_like(out)) for out in outs)
+
+
+# ---- what must not travel as it is, and what is refused
+
+
+def awkward_numbers(rank: int, ranks: int, mode: str) -> None:
+    os.environ["EPMOE_CPU_KERNELS"] = mode
+    d = make(SymmetricDispatcher, EPGroup(timeout=30))
+    x = torch.full((2, H), -1, dtype=torch.int16).view(torch.bfloat16)  # NaN, all bits set
+    ids = torch.tensor([[0, E - 1], [-1, -1]], dtype=torch.int32)
+    weights = torch.full((2, K), -1, dtype=torch.int32).view(torch.float32)
+    rows = d.dispatch(x, ids, weights)
+    here = owned(rows).any(1)
+    assert int(here.sum()) == ranks and rows.x[here].isnan().all() and rows.topk_weights[here].isnan().all()
+    assert torch.equal(rows.topk_ids[here], ids[:1].expand(ranks, K))
+    assert d.combine(rows.x, rows.handle)[0].isnan().all()
+    again = d.dispatch(torch.ones_like(x), ids, torch.ones(2, K))
+    assert bool((again.x[here] == 1).all()), "slots are empty again"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nans_with_all_bits_set_arrive_as_nans(mode: str) -> None:
+    run_ranks(awkward_numbers, 2, args=(mode,), timeout=60)
+
+
+def refused(rank: int, ranks: int) -> None:
+    ep = EPGroup(timeout=30)
+    d = make(SymmetricDispatcher, ep)
+    x, ids, weights = batch(0, 1, tokens=C + 1)
+    with pytest.raises(ValueError, match=r"layer 'blocks.3.moe', rank 0 of 1: 5 tokens.*max_tokens_per_rank=4"):
+        d.dispatch(x, ids, weights)
+    with pytest.raises(ValueError, match="'blocks.3.moe', dispatch: rows of 20 bytes.*multiple of 16"):
+        d.dispatch(x[:C, :10], ids[:C], weights[:C])
+
+
+def test_too_many_tokens_and_rows_that_do_not_fit_are_named() -> None:
+    run_ranks(refused, 1)
+
+
+def capacities_differ(rank: int, ranks: int) -> None:
+    os.environ["EPMOE_CPU_KERNELS"] = "triton"
+    d = make(SymmetricDispatcher, EPGroup(timeout=10), capacity=C + rank)
+    d.dispatch(*batch(rank, 1, tokens=1))
+
+
+def test_ranks_with_other_capacities_learn_it_at_the_first_dispatch() -> None:
+    with pytest.raises(RankFailed, match="capacity: rank 0 has 4, rank 1 has 5"):
+        run_ranks(capacities_differ, 2)
+
+
+def planned(rank: int, ranks: int) -> None:
+    ep = EPGroup(timeout=30)
+    d = make(SymmetricDispatcher, ep)
+    plan = d.memory_plan(C, H, torch.bfloat16, H * 2 + 8 * K, d.traffic(C, K))
+    assert not ep.channels, "nothing is allocated for a plan"
+    d.combine(d.dispatch(*batch(rank, 1)).x, d.dispatch(*batch(rank, 1)).handle)
+    (channel,) = ep.channels
+    assert plan[0].name == "slots, latency profile"
+    assert channel.buffers[rank].numel() <= plan[0].nbytes < 2 * channel.buffers[rank].numel()
+    assert make(SymmetricDispatcher, ep, capacity=8192).profile == "throughput"
+
+
+def test_the_memory_plan_holds_what_is_then_allocated() -> None:
+    run_ranks(planned, 2)
+
+
+# ---- torch.compile
+
+
+def compiled(rank: int, ranks: int, seed: int) -> None:
+    d = make(SymmetricDispatcher, EPGroup(timeout=60))
+    x, ids, weights = batch(rank, seed, torch.float32, tokens=C - rank)
+
+    def f(x: Tensor, weights: Tensor) -> Tensor:
+        rows = d.dispatch(x, ids, weights)
+        here = (rows.topk_ids >= 0).any(1, keepdim=True)
+        pairs = torch.where(here, rows.topk_weights, 0)
+        return d.combine(torch.where(here, rows.x, 0) * pairs.sum(1, keepdim=True), rows.handle)
+
+    results = []
+    for g in (f, torch.compile(f, backend="aot_eager", fullgraph=True)):
+        leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
+        out = g(*leaves)
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+    assert len(d.ep.channels) == 1, "eager and compiled calls share buffers"
+
+
+def test_a_compiled_graph_holds_dispatch_and_combine_with_their_gradients(seed: int) -> None:
+    run_ranks(compiled, 2, args=(seed,), timeout=120)
+
+
+# ---- ranks that are slow, late, dead
+
+
+def one_rank_fails(rank: int, ranks: int, mode: str, how: str) -> str:
+    os.environ["EPMOE_CPU_KERNELS"] = mode
+    d = make(SymmetricDispatcher, EPGroup(timeout=20.0))
+    rows = d.dispatch(*batch(rank, 1))
+    d.combine(rows.x, rows.handle)
+    dist.barrier()
+    d.ep.timeout = 1.0
+    if rank == 1 and how == "late":
+        return "late"  # it does not come at all
+    if rank == 1 and how == "dies":
+        os._exit(7)
+    started = time.monotonic()
+    try:
+        rows = d.dispatch(*batch(rank, 2))
+        d.combine(rows.x, rows.handle)
+    except PeerError as error:
+        assert 0.9 < time.monotonic() - started < 7.0, "not at the deadline"
+        if how == "dies":
+            raise RuntimeError(f"as it should: {error}") from error
+        return str(error)
+    return "well"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_late_rank_is_an_error_that_says_who_waited_for_whom(mode: str) -> None:
+    message, _ = run_ranks(one_rank_fails, 2, args=(mode, "late"), timeout=60)
+    for part in ("rank 0 of 2", "group '", "layer 'blocks.3.moe', dispatch", "rank 1 has not delivered", "limit 1 s"):
+        assert part in message
+
+
+def test_the_death_of_a_rank_does_not_hang_the_others() -> None:
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(one_rank_fails, 3, args=("triton", "dies"), timeout=60)
+    assert failure.value.rank == 1 and failure.value.kind == "exit code 7"
+
+
+# ---- GPUs
+
+
+def captured(rank: int, ranks: int, seed: int) -> list[float]:
+    """Captures once, then replays with other inputs between eager calls of this layer and another."""
+    ep = EPGroup(timeout=60)
+    d, other = make(SymmetricDispatcher, ep, capacity=32), make(SymmetricDispatcher, ep, capacity=7, layer="other")
+    g = torch.Generator("cuda").manual_seed(seed + rank)
+
+    def draw(tokens: int) -> tuple[Tensor, ...]:
+        ids = torch.rand(tokens, E, generator=g, device="cuda").argsort(1)[:, :K].int()
+        ids[torch.rand(ids.shape, generator=g, device="cuda") < 0.2] = -1
+        x = torch.randn(tokens, 1024, generator=g, device="cuda").bfloat16()
+        return x, ids, torch.rand(tokens, K, generator=g, device="cuda")
+
+    def call(d: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        rows = d.dispatch_async(x, ids, weights, scheme="fp8_block").wait().dequantized(torch.bfloat16)
+        pairs = torch.where(owned(rows), rows.topk_weights, 0).sum(1, keepdim=True)
+        return d.combine((rows.x * pairs).bfloat16(), rows.handle)
+
+    errors = []
+    with torch.no_grad():
+        static = draw(20)
+        for batch in (static, draw(7)):
+            call(d, *batch)
+            call(other, *(t[:7] for t in batch))
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = call(d, *static)
+        for n in range(8):
+            fresh = draw(20)
+            want = call(d, *fresh)
+            if n % 3 == rank:
+                torch.cuda._sleep(10_000_000)
+            for place, tensor in zip(static, fresh, strict=True):
+                place.copy_(tensor)
+            graph.replay()
+            call(other, *draw(n))
+            if n % 2:
+                graph.replay()
+            errors.append(float((out - want).abs().max()))
+    torch.cuda.synchronize()
+    for channel in ep.channels:
+        channel.check()
+    return errors
+
+
+@pytest.mark.gpu2
+def test_a_captured_round_trip_replays_between_eager_ones(seed: int) -> None:
+    assert run_ranks(captured, 2, args=(seed,), backend="nccl", timeout=150) == [[0.0] * 8] * 2
+
+
+def on_gpus_against_all_to_all(rank: int, ranks: int, seed: int) -> None:
+    ep = EPGroup(timeout=60)
+    for dtype in (torch.bfloat16, torch.float32):
+        results = []
+        for kind in (SymmetricDispatcher, AllToAllDispatcher):
+            x, ids, weights = (t.cuda() for t in batch(rank, seed, dtype))
+            results.append(round_trip(make(kind, ep), x, torch.where(ids < E, ids, -1), weights))
+        for part, (a, b) in enumerate(zip(*results, strict=True)):
+            assert torch.equal(a, b), (dtype, part)
+
+
+@pytest.mark.gpu2
+def test_on_gpus_rows_sums_and_gradients_are_those_of_all_to_all_to_the_bit(seed: int) -> None:
+    run_ranks(on_gpus_against_all_to_all, 2, args=(seed,), backend="nccl", timeout=150)
+
+
+def late_on_gpus(rank: int, ranks: int) -> str:
+    d = make(SymmetricDispatcher, EPGroup(timeout=60))
+    x, ids, weights = (t.cuda() for t in batch(0, 1))
+    for _ in range(2):
+        rows = d.dispatch(x, ids, weights)
+        d.combine(rows.x, rows.handle)
+    torch.cuda.synchronize()
+    dist.barrier()
+    d.ep.timeout = 1.0
+    if rank == 1:
+        time.sleep(4.0)
+        return "late"
+    started = time.monotonic()
+    d.dispatch(x, ids, weights)
+    torch.cuda.synchronize()
+    assert 0.9 < time.monotonic() - started < 2.5, "not at the deadline"
+    started = time.monotonic()
+    with pytest.raises(PeerError) as failure:
+        d.dispatch(x, ids, weights)
+    assert time.monotonic() - started < 0.5
+    return str(failure.value)
+
+
+@pytest.mark.gpu2
+def test_on_gpus_a_late_rank_is_an_error_at_the_next_call(seed: int) -> None:
+    message, _ = run_ranks(late_on_gpus, 2, backend="nccl", timeout=90)
+    assert "rank 1 has not delivered" in message and "blocks.3.moe', dispatch" in message
