@@ -1,5 +1,5 @@
-"""Programmatic dependent launch: a kernel may start while the one before it in the stream still runs, does what depends
-on nothing, and waits there. On the path of a token: between every two of the few small kernels of a decoding step, whose
+"""Programmatic dependent launch: a kernel may start while the one before it in the stream still runs, do what depends
+on nothing, and wait there. On the path of a token: between every two of the few small kernels of a decoding step, whose
 launches would otherwise cost as much as their work.
 
 A kernel launched with `dependent_launch(device)` must call `wait_for_previous` in every program, before it reads

@@ -21,9 +21,12 @@ from torch import Tensor
 
 from epmoe.ops._dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from epmoe.ops._rows import check_terms, dense_rows, row_grid
-from epmoe.ops._triton import INTERPRET, cast_from_float32, jit, op, tl, use_triton
+from epmoe.ops._triton import INTERPRET, cast_from_float32, cdiv, jit, op, tl, use_triton
 from epmoe.ops.gather_dot import gather_dot
 from epmoe.ops.scatter_rows import scatter_rows
+
+FEW_PROGRAMS = 256  # of 256 columns each: below, all run at once and latency is all that counts
+FEW_ROWS = 1024
 
 
 @jit(do_not_specialize=["num_src"])
@@ -35,16 +38,35 @@ def _gather_sum_kernel(
     let_next_start(DEPENDENT)
     m = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # All that is loaded is asked for before any of it is needed: for few rows the sum costs three latencies, not 3·J.
+    names = ()
+    weights = ()
+    for j in tl.static_range(J):
+        names = names + (tl.load(index_ptr + m * J + j),)  # type: ignore[assignment]
+        if HAS_WEIGHT:
+            weights = weights + (tl.load(weight_ptr + m * J + j),)  # type: ignore[assignment]
+    rows = ()
+    for j in tl.static_range(J):
+        present = col < tl.where((names[j] >= 0) & (names[j] < num_src), H, 0)
+        at = src_ptr + names[j].to(tl.int64) * src_stride + col
+        rows = rows + (tl.load(at, mask=present, other=0.0),)  # type: ignore[assignment]
     acc = tl.zeros([BLOCK], dtype=tl.float32)
     for j in tl.static_range(J):
-        n = tl.load(index_ptr + m * J + j)
-        present = col < tl.where((n >= 0) & (n < num_src), H, 0)
-        row = tl.load(src_ptr + n.to(tl.int64) * src_stride + col, mask=present, other=0.0).to(tl.float32)
+        row = rows[j].to(tl.float32)  # type: ignore[var-annotated]
         if HAS_WEIGHT:
             # An absent term's weight may be NaN, and 0 · NaN is not 0.
-            row = tl.where(present, row * tl.load(weight_ptr + m * J + j), 0.0)
+            row = tl.where((names[j] >= 0) & (names[j] < num_src), row * weights[j], 0.0)
         acc += row
     tl.store(out_ptr + m * H + col, cast_from_float32(acc, out_ptr.dtype.element_ty, INTERPRETED), mask=col < H)
+
+
+def _grid(num_rows: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """`row_grid`, with narrower blocks where there are too few rows to fill the device."""
+    grid, blocks = row_grid(num_rows, width)
+    block, num_warps = (256, 1) if num_rows * cdiv(width, 256) <= FEW_PROGRAMS else (1024, 4)
+    if blocks["BLOCK"] <= block or num_rows > FEW_ROWS:
+        return grid, blocks
+    return (num_rows, cdiv(width, block)), {"BLOCK": block, "num_warps": num_warps}
 
 
 def _gather_sum_triton(
@@ -54,7 +76,7 @@ def _gather_sum_triton(
     weight = None if weight is None else weight.contiguous()
     (M, J), H = index.shape, src.shape[1]
     out = src.new_empty(M, H, dtype=out_dtype) if out is None else out
-    grid, blocks = row_grid(M, H)
+    grid, blocks = _grid(M, H)
     if out.numel() > 0:
         with torch.cuda.device_of(src):
             _gather_sum_kernel[grid](

@@ -8,173 +8,15 @@ N columns of an output, D the reduction width. Expert e owns rows row_start[e]:r
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from epmoe.ops._configs import expected_rows, gemm_plan, num_programs
+from epmoe.ops._gemm_few_rows import launch_few_rows
+from epmoe.ops._gemm_gluon import launch_gluon
+from epmoe.ops._gemm_triton import LINEAR, launch_triton
 from epmoe.ops._segments import check_segments, segment_slices
-from epmoe.ops._triton import (
-    KERNEL_DTYPES,
-    TensorDescriptor,
-    cast_from_float32,
-    check_flat,
-    dot_accumulate,
-    jit,
-    on_device_of,
-    op,
-    scale_dtypes,
-    tl,
-    unit_stride,
-    use_triton,
-)
-from epmoe.ops.activation import activate_and_slopes, apply_activation, is_gated
-
-LINEAR = "none"  # the activation of a plain grouped_gemm
-
-
-@jit(do_not_specialize_on_alignment=["row_start", "row_end"])
-def _grouped_gemm_kernel(
-    a,
-    w,  # a pointer, or a tensor descriptor when TMA
-    bias,
-    row_start,
-    row_end,
-    row_index,
-    row_scale,
-    out,
-    preact,
-    alpha,
-    limit,
-    a_stride,
-    w_stride_expert,
-    w_stride_row,
-    L: tl.constexpr,
-    L_BLOCK: tl.constexpr,
-    N: tl.constexpr,  # weight rows: 2I when GATED
-    D: tl.constexpr,
-    DIVISOR: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    TRANSPOSE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    SWAP_AB: tl.constexpr,
-    TMA: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Programs walk the tiles of all experts, counted from the segments on the device.
-
-    row_start = [0, 5, 5], row_end = [5, 5, 9], BLOCK_M = 4: experts have 2, 0, 1 row tiles; tile 1 is row 4 of expert
-    0, tile 2 rows 5..8 of expert 2. Rows of a tile past its expert's end repeat the expert's last row and are not
-    stored. A gated tile holds BLOCK_N / 2 gates, then the up projections of the same columns.
-    """
-    PARTS: tl.constexpr = 2 if GATED else 1
-    COLS: tl.constexpr = BLOCK_N // PARTS
-    WIDTH: tl.constexpr = N // PARTS  # columns of out
-    TILES_N: tl.constexpr = (WIDTH + COLS - 1) // COLS
-
-    experts = tl.arange(0, L_BLOCK)
-    begins = tl.load(row_start + experts, mask=experts < L, other=0)
-    ends = tl.load(row_end + experts, mask=experts < L, other=0)
-    tiles = (ends - begins + BLOCK_M - 1) // BLOCK_M
-    tile_ends = tl.cumsum(tiles)
-    tiles_m = tl.sum(tiles)
-
-    for tile in tl.range(tl.program_id(0), tiles_m * TILES_N, tl.num_programs(0)):
-        first_m = tile // (GROUP_M * TILES_N) * GROUP_M
-        group = tl.minimum(tiles_m - first_m, GROUP_M)
-        within = tile - first_m * TILES_N
-        tile_m = first_m + within % group
-        col0 = within // group * COLS
-
-        passed = tile_ends <= tile_m
-        e = tl.sum(passed.to(tl.int32))
-        end = tl.load(row_end + e)
-        rows = tl.load(row_start + e) + (tile_m - tl.max(tl.where(passed, tile_ends, 0))) * BLOCK_M
-        rows += tl.arange(0, BLOCK_M)
-        safe_rows = tl.minimum(rows, end - 1)
-        source = safe_rows
-        if row_index is not None:
-            source = tl.load(row_index + safe_rows) // DIVISOR
-
-        ks = tl.arange(0, BLOCK_K)
-        spread = tl.arange(0, BLOCK_N)
-        cols = col0 + spread % COLS
-        w_rows = spread // COLS * WIDTH + tl.minimum(cols, WIDTH - 1)
-        a_tile = a + source.to(tl.int64)[:, None] * a_stride + ks[None, :]
-        if not TMA:
-            if TRANSPOSE:
-                w_tile = w + e.to(tl.int64) * w_stride_expert + ks.to(tl.int64)[:, None] * w_stride_row + cols[None, :]
-            else:
-                w_tile = (
-                    w + e.to(tl.int64) * w_stride_expert + w_rows.to(tl.int64)[:, None] * w_stride_row + ks[None, :]
-                )
-
-        if SWAP_AB:
-            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        else:
-            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in tl.range(0, D, BLOCK_K):
-            if D % BLOCK_K == 0:
-                x = tl.load(a_tile + k)
-            else:
-                x = tl.load(a_tile + k, mask=(k + ks < D)[None, :], other=0.0)
-            if TRANSPOSE:
-                if TMA:
-                    b = w.load([e, k, col0]).reshape(BLOCK_K, BLOCK_N)
-                else:
-                    inside = (k + ks < D)[:, None] & (cols < WIDTH)[None, :]
-                    b = tl.load(w_tile + tl.cast(k, tl.int64) * w_stride_row, mask=inside, other=0.0)
-            else:
-                if TMA:
-                    b = w.load([e * PARTS, col0, k]).reshape(BLOCK_N, BLOCK_K)
-                elif D % BLOCK_K == 0:
-                    b = tl.load(w_tile + k)
-                else:
-                    b = tl.load(w_tile + k, mask=(k + ks < D)[None, :], other=0.0)
-                b = b.T  # [BLOCK_K, BLOCK_N] from here on
-            if SWAP_AB:
-                acc = dot_accumulate(b.T, x.T, acc, INTERPRETED)
-            else:
-                acc = dot_accumulate(x, b, acc, INTERPRETED)
-
-        if SWAP_AB:
-            acc = acc.T
-        if row_scale is not None:
-            position = safe_rows
-            if row_index is not None:
-                position = tl.load(row_index + safe_rows)
-            acc *= tl.load(row_scale + position)[:, None]
-        if bias is not None:
-            acc += tl.load(bias + e.to(tl.int64) * N + w_rows).to(tl.float32)[None, :]
-
-        out_cols = col0 + tl.arange(0, COLS)
-        inside = (rows < end)[:, None] & (out_cols < WIDTH)[None, :]
-        row_starts = rows.to(tl.int64)[:, None]
-        if GATED:
-            g, u = acc.reshape(BLOCK_M, 2, COLS).permute(0, 2, 1).split()
-            if preact is not None:
-                at = preact + row_starts * N + out_cols[None, :]
-                tl.store(at, cast_from_float32(g, preact.dtype.element_ty, INTERPRETED), mask=inside)
-                tl.store(at + WIDTH, cast_from_float32(u, preact.dtype.element_ty, INTERPRETED), mask=inside)
-            acc, _, _ = activate_and_slopes(g, u, alpha, limit, ACTIVATION)
-        elif ACTIVATION != "none":
-            if preact is not None:
-                tl.store(
-                    preact + row_starts * N + out_cols[None, :],
-                    cast_from_float32(acc, preact.dtype.element_ty, INTERPRETED),
-                    mask=inside,
-                )
-            acc, _, _ = activate_and_slopes(acc, 1.0, alpha, limit, ACTIVATION)
-        tl.store(
-            out + row_starts * WIDTH + out_cols[None, :],
-            cast_from_float32(acc, out.dtype.element_ty, INTERPRETED),
-            mask=inside,
-        )
+from epmoe.ops._triton import KERNEL_DTYPES, check_flat, op, scale_dtypes, unit_stride, use_triton
+from epmoe.ops.activation import apply_activation, is_gated
 
 
 def _launch(
@@ -194,39 +36,15 @@ def _launch(
     alpha: float = 1.0,
     limit: float = float("inf"),
 ) -> None:
-    shape, strides, max_rows = w.shape, w.stride(), out.shape[0]
-    L = shape[0]
-    if out.numel() == 0 or L == 0:
+    """By the kernel that is made for so many rows per expert, this dtype and this device."""
+    if out.numel() == 0 or a.shape[0] == 0 or w.shape[0] == 0:
         return
-    gated = activation != LINEAR and is_gated(activation, alpha, limit)
-    expected = expected_rows(max_rows, L, expected_m)
-    plan = gemm_plan(a.device, a.dtype, shape, strides, w.data_ptr() % 16 == 0, expected, transpose, gated)
-    operand: Any = w
-    if plan.descriptor is not None:
-        operand = TensorDescriptor(w, *plan.descriptor)
-    row_tiles = max_rows // plan.block_m + min(L, max_rows)
-    if expected_m is not None:  # no program for each tile that could be: they walk on where there are more
-        row_tiles = min(row_tiles, L * (2 * expected // plan.block_m + 1))
-    with on_device_of(a):
-        _grouped_gemm_kernel[(num_programs(a.device, plan.programs_per_sm, row_tiles * plan.column_tiles),)](
-            a,
-            operand,
-            bias,
-            row_start,
-            row_end,
-            row_index,
-            row_scale,
-            out,
-            preact,
-            alpha,
-            limit,
-            a.stride(0),
-            strides[0],
-            strides[1],
-            DIVISOR=index_divisor,
-            ACTIVATION=activation,
-            **plan.constants,
-        )
+    rows = (row_start, row_end, row_index, index_divisor, row_scale)
+    if launch_few_rows(a, w, bias, *rows, out, preact, transpose, expected_m, activation, alpha, limit):
+        return
+    if launch_gluon(a, w, bias, *rows, out, preact, transpose, expected_m, activation, alpha, limit):
+        return
+    launch_triton(a, w, bias, *rows, out, preact, transpose, expected_m, activation, alpha, limit)
 
 
 def _check(

@@ -18,7 +18,9 @@ from epmoe.ops._triton import INTERPRET
 from epmoe.ops.grouped_gemm import (
     grouped_gemm,
     grouped_gemm_act,
+    grouped_gemm_act_into,
     grouped_gemm_act_reference,
+    grouped_gemm_into,
     grouped_gemm_reference,
 )
 from epmoe.testing import poisoned_empty
@@ -221,7 +223,7 @@ def test_fused_activation_reads_rows_and_scales_in_place_on_batched_experts(coun
 def test_expected_rows_choose_a_configuration_and_never_a_result(layout, device, seed, configure):
     configure(on_gpu)
     capacity = 150 if layout == "batched" else None
-    c = case([3, 0, 140, 1], 96, 64, torch.bfloat16, device, seed, dense=True, capacity=capacity)
+    c = case([3, 0, 140, 1], 96, 64, torch.float32, device, seed, dense=True, capacity=capacity)
     chosen = set()
     for expected_m in (None, 0, 1, 40, 100, 10**6):
         check_gemm(c, True, False, False, expected_m)
@@ -287,9 +289,8 @@ SMALL = GemmConfig(32, 32, 32, group_m=2, num_warps=4, num_stages=2)
     [
         {"group_m": 1},
         {"group_m": 8},
-        {"swap_ab": True},
         {"tma": False},
-        {"tma": False, "swap_ab": True},
+        {"flatten": True},
         {"programs_per_sm": 0},
         {"block_m": 16, "block_n": 64},
     ],
@@ -335,6 +336,44 @@ def test_the_next_experts_weights_do_not_leak_into_the_reduction(device, seed):
         c.w[1] = math.nan
         got = grouped_gemm(c.x, c.w, None, *c.segments, c.index, c.k, c.max_rows, transpose)
         assert got[:9].isfinite().all() and got[9:13].isnan().all()
+
+
+def workspace_for(c: SimpleNamespace, *widths: int) -> list[Tensor]:
+    """Parts of one buffer, as a planned workspace gives them, and what lies behind them; all NaN."""
+    sizes = [c.max_rows * width for width in widths]
+    *parts, rest = torch.full((sum(sizes) + 64,), math.nan, dtype=c.x.dtype, device=c.x.device).split([*sizes, 64])
+    return [part.view(c.max_rows, width) for part, width in zip(parts, widths, strict=True)] + [rest]
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("save", [False, True], ids=["infer", "train"])
+def test_results_go_into_the_callers_buffers_and_nowhere_else(save, kernels, device, seed, monkeypatch):
+    monkeypatch.setenv("EPMOE_CPU_KERNELS", kernels)
+    c = case([5, 0, 34, 1], 48, 24, torch.bfloat16, device, seed)
+    rows = (*c.segments, c.index, c.k)
+    out, rest = workspace_for(c, 48)
+    grouped_gemm_into(out, c.x, c.w, c.bias, *rows, False)
+    want = grouped_gemm(c.x, c.w, c.bias, *rows, c.max_rows, False)
+    assert torch.equal(out[c.owned], want[c.owned]) and out[c.padding].isnan().all() and rest.isnan().all()
+
+    act, preact, rest = workspace_for(c, 24, 48)
+    tail = (c.scale, "swiglu", 1.0, math.inf)
+    grouped_gemm_act_into(act, preact if save else None, c.x, c.w, c.bias, *rows, *tail)
+    want_act, want_preact = grouped_gemm_act(c.x, c.w, c.bias, *rows, c.max_rows, *tail, save)
+    assert torch.equal(act[c.owned], want_act[c.owned]) and act[c.padding].isnan().all() and rest.isnan().all()
+    assert torch.equal(preact[c.owned], want_preact[c.owned]) if save else preact.isnan().all()
+
+
+def test_buffers_that_do_not_fit_are_named():
+    x, w, ends = torch.zeros(4, 8), torch.zeros(2, 6, 8), torch.zeros(2, dtype=torch.int32)
+    for wrong in (torch.zeros(4, 5), torch.zeros(24), torch.zeros(4, 6).double(), torch.zeros(6, 4).T):
+        with pytest.raises(ValueError, match=r"out is .*must be contiguous, torch.float32 \[max_rows, 6\]"):
+            grouped_gemm_into(wrong, x, w, None, ends, ends, None, 1, False)
+    tail = (x, w, None, ends, ends, None, 1, None, "swiglu", 1.0, math.inf)
+    with pytest.raises(ValueError, match=r"act is .*\[max_rows, 3\]"):
+        grouped_gemm_act_into(torch.zeros(4, 6), None, *tail)
+    with pytest.raises(ValueError, match=r"preact is .*\[4, 6\]"):
+        grouped_gemm_act_into(torch.zeros(4, 3), torch.zeros(5, 6), *tail)
 
 
 def test_no_experts_and_no_rows(device):
