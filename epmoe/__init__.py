@@ -3,9 +3,10 @@
 from epmoe.comm import EPGroup, PeerError
 from epmoe.config import ACTIVATIONS, Activation, MoEConfig, RouterConfig
 from epmoe.dispatch import DISPATCHERS, Dispatcher, ExpertInput, Pending, make_dispatcher
-from epmoe.experts import EXPERTS, Experts, ExpertsSpec, ExpertWeights, select_experts
+from epmoe.experts import EXPERTS, Experts, ExpertsSpec, ExpertWeights, select_experts, select_experts_impl
 from epmoe.kernel import KernelOutput, MoEKernel
 from epmoe.layer import MoELayer, SharedExperts
+from epmoe.overlap import run_microbatched
 from epmoe.placement import ExpertPlacement
 from epmoe.recompute import checkpoint, reuse_routing
 from epmoe.router import Router, Routing, route
@@ -38,5 +39,7 @@ __all__ = [
     "make_dispatcher",
     "reuse_routing",
     "route",
+    "run_microbatched",
     "select_experts",
+    "select_experts_impl",
 ]

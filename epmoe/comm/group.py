@@ -103,11 +103,11 @@ class EPGroup:
 
         The one that layers hold where there is one, so that eager and compiled calls share buffers.
         """
-        process_group = dist.distributed_c10d._resolve_process_group(name)
+        process_group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
         known = _LIVE.get(name)
         if known is not None and known.process_group is process_group and known.timeout == timeout:
             return known
-        return cls(process_group, timeout=timeout)  # type: ignore[arg-type]
+        return cls(process_group, timeout=timeout)
 
     def __repr__(self) -> str:
         return f"EPGroup(rank {self.rank} of {self.num_ranks}, {self.backend}, {self.device}, {self.name!r})"

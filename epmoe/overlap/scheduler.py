@@ -82,7 +82,7 @@ def run_microbatched(
         Exception: what a part raised; the other parts are ended.
     """
     if not HAVE_GREENLET:
-        raise ValueError("run_microbatched needs the package greenlet: pip install greenlet (or 'epmoe[overlap]')")
+        raise ValueError("run_microbatched needs the package greenlet: pip install greenlet")
     if current_microbatch() is not None:
         raise ValueError("run_microbatched inside run_microbatched: split once, at the outermost call")
     if num_microbatches is None:
