@@ -104,16 +104,22 @@ def _within_best_groups(
     return tl.reshape(tl.where(kept[:, :, None] != 0, grouped, float("-inf")), [ROWS, GROUPS * PAD])
 
 
-@jit(do_not_specialize=["num_tokens"])
-def _route_kernel(
-    logits_ptr, bias_ptr, forced_ptr, mask_ptr, ids_ptr, weights_ptr, num_tokens, scaling,
+@jit
+def _sortable(value):
+    """int32 keys in the order of fp32 `value`, equal where it is; none is the smallest int32."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@jit
+def choose_rows(
+    logits_ptr, bias_ptr, forced_ptr, mask_ptr, row, in_range,
     E: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2: tl.constexpr,
-    SCORING: tl.constexpr, RENORMALIZE: tl.constexpr,
-    ROWS: tl.constexpr, PAD: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
+    SCORING: tl.constexpr, ROWS: tl.constexpr, PAD: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
+    """Ids `[ROWS, SLOTS]` of the tokens `row [ROWS]`, -1 for none, past slot K and out of range; and the two terms of
+    each row's softmax, for `weigh_rows`."""
     GROUPS: tl.constexpr = E // GROUP
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    in_range = row < num_tokens
     live = in_range
     if mask_ptr is not None:
         live = tl.load(mask_ptr + row, mask=in_range, other=0) != 0
@@ -124,7 +130,8 @@ def _route_kernel(
         expert = column // PAD * GROUP + column % PAD
         is_expert = (column % PAD < GROUP) & (column < GROUPS * PAD)
     read = live[:, None] & is_expert[None, :]
-    z, usable = _clean(tl.load(logits_ptr + row[:, None] * E + expert[None, :], mask=read, other=float("-inf")))
+    raw = tl.load(logits_ptr + row[:, None] * E + expert[None, :], mask=read, other=float("-inf"))
+    z, usable = _clean(raw.to(tl.float32))
     top = tl.zeros([ROWS], tl.float32)
     inverse = top
     if SCORING == "softmax":
@@ -140,28 +147,59 @@ def _route_kernel(
         if SCORING != "topk_softmax":
             value, _ = _score(z, usable, top, inverse, SCORING)
         if bias_ptr is not None:
-            value += tl.load(bias_ptr + expert, mask=is_expert, other=0.0)[None, :]
+            value += tl.load(bias_ptr + expert, mask=is_expert, other=0.0).to(tl.float32)[None, :]
         value = tl.where(usable & (value == value), value, float("-inf"))
         if TOPK_GROUPS < GROUPS:
             value = _within_best_groups(value, ROWS, COLUMNS // PAD, PAD, TOPK_GROUPS, TOP2)
         ids = tl.full([ROWS, SLOTS], -1, tl.int32)
-        for k in range(K):
-            best, index = tl.max(value, axis=1, return_indices=True, return_indices_tie_break_left=True)
-            value = tl.where(column[None, :] == index[:, None], float("-inf"), value)
+        # As integers, which a warp reduces in one instruction: the best, then the lowest of those that equal it.
+        key = _sortable(value)
+        for k in tl.static_range(K):
+            best = tl.max(key, axis=1)
+            index = tl.min(tl.where(key == best[:, None], column[None, :], COLUMNS), axis=1)
+            key = tl.where(column[None, :] == index[:, None], -2147483648, key)
             if GROUPS > 1 and GROUP != PAD:
                 index = index // PAD * GROUP + index % PAD
-            index = tl.where(best > float("-inf"), index, -1)
+            index = tl.where(best > -2139095041, index, -1)  # the key of -inf
             ids = tl.where(slot[None, :] == k, index[:, None], ids)
+    return ids, top, inverse
 
-    # Read again rather than reduced out of the tile once per slot.
-    known = is_slot & (ids >= 0) & (ids < E)
-    zk, chosen = _clean(tl.load(logits_ptr + row[:, None] * E + ids, mask=known, other=float("-inf")))
+
+@jit
+def weigh_rows(
+    logits_ptr, row, ids, top, inverse, scaling, E: tl.constexpr, SCORING: tl.constexpr, RENORMALIZE: tl.constexpr
+):
+    """Weights `[ROWS, SLOTS]` of what `choose_rows` gave; 0 where there is no expert, or an unusable one was forced."""
+    # Logits are read again rather than reduced out of their tile once per slot.
+    known = (ids >= 0) & (ids < E)
+    raw = tl.load(logits_ptr + row[:, None] * E + ids, mask=known, other=float("-inf"))
+    zk, chosen = _clean(raw.to(tl.float32))
     w, _, divisor = _slot_weights(zk, chosen, top, inverse, SCORING, RENORMALIZE)
+    return w / divisor[:, None] * scaling
+
+
+@jit(do_not_specialize=["num_tokens"])
+def _route_kernel(
+    logits_ptr, bias_ptr, forced_ptr, mask_ptr, ids_ptr, weights_ptr, num_tokens, scaling,
+    E: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2: tl.constexpr,
+    SCORING: tl.constexpr, RENORMALIZE: tl.constexpr,
+    ROWS: tl.constexpr, PAD: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    in_range = row < num_tokens
+    ids, top, inverse = choose_rows(
+        logits_ptr, bias_ptr, forced_ptr, mask_ptr, row, in_range,
+        E, K, GROUP, TOPK_GROUPS, TOP2, SCORING, ROWS, PAD, COLUMNS, SLOTS,
+    )  # fmt: skip
+    weights = weigh_rows(logits_ptr, row, ids, top, inverse, scaling, E, SCORING, RENORMALIZE)
+    slot = tl.arange(0, SLOTS)
+    at = row[:, None] * K + slot[None, :]
+    is_slot = in_range[:, None] & (slot < K)[None, :]
     tl.store(ids_ptr + at, ids, mask=is_slot)
-    tl.store(weights_ptr + at, w / divisor[:, None] * scaling, mask=is_slot)
+    tl.store(weights_ptr + at, weights, mask=is_slot)
 
 
-def _sizes(num_experts: int, num_groups: int) -> tuple[int, int]:
+def padded_sizes(num_experts: int, num_groups: int) -> tuple[int, int]:
     """(PAD, COLUMNS): the padded width of a group and of a row."""
     pad = next_power_of_2(num_experts // num_groups)
     return pad, pad * next_power_of_2(num_groups)
@@ -183,7 +221,7 @@ def _route_triton(
     num_tokens, num_experts = logits.shape
     if topk_groups == num_groups or topk_ids is not None:
         num_groups = topk_groups = 1
-    pad, columns = _sizes(num_experts, num_groups)
+    pad, columns = padded_sizes(num_experts, num_groups)
     rows = max(1, TILE // columns)
     ids = logits.new_empty(num_tokens, top_k, dtype=torch.int32)
     weights = logits.new_empty(num_tokens, top_k)
@@ -261,7 +299,7 @@ def _route_backward_triton(
     dlogits = logits.new_empty(num_tokens, num_experts)
     if num_tokens == 0:
         return dlogits
-    _, columns = _sizes(num_experts, 1)
+    _, columns = padded_sizes(num_experts, 1)
     rows = max(1, TILE // columns)
     with on_device_of(logits):
         _route_backward_kernel[(cdiv(num_tokens, rows),)](
@@ -273,7 +311,7 @@ def _route_backward_triton(
 
 
 def _fits(logits: Tensor, num_groups: int) -> bool:
-    return use_triton(logits) and _sizes(logits.shape[1], num_groups)[1] <= MAX_COLUMNS
+    return use_triton(logits) and padded_sizes(logits.shape[1], num_groups)[1] <= MAX_COLUMNS
 
 
 @op("route")
