@@ -16,7 +16,7 @@ from epmoe.dispatch import DISPATCHERS
 from epmoe.dispatch.base import Dispatcher, DispatcherCapabilities, ExpertInput, Pending
 from epmoe.dispatch.local import LocalDispatcher
 from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
-from epmoe.experts import EXPERTS, ExpertWeights
+from epmoe.experts import EXPERTS, QUANTIZED_EXPERTS, ExpertWeights
 from epmoe.experts.base import Experts
 from epmoe.kernel import split
 from epmoe.quant.rows import ROW_SCHEMES, dequantize_rows, quantize_rows
@@ -440,7 +440,7 @@ def test_experts_of_a_scheme_get_rows_of_it_as_they_arrived_and_quantize_others_
 ) -> None:
     kernel, weights = local_kernel("reference", "standard")
     spec = dataclasses.replace(kernel.experts.spec, dtype=torch.bfloat16, scheme=scheme)
-    experts = EXPERTS["grouped_fp8"](spec)
+    experts = QUANTIZED_EXPERTS["grouped_fp8"](spec)
     w1, w2 = (quantize_weights(w.detach(), scheme) for w in (weights.gate_up_proj, weights.down_proj))
     quantized = ExpertWeights(w1.values, w2.values, gate_up_scale=w1.scales, down_scale=w2.scales)
     seen: list[str | None] = []

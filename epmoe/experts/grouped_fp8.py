@@ -77,8 +77,6 @@ class GroupedFp8Experts(Experts):
         row_index, offsets, slot = align_rows(rows.topk_ids, rows.expert_map, rows.num_local, n)
         segments = Rows(*standard_segments(offsets), row_index, slot.shape[1], n, rows.expected_m)
         on_input = rows.topk_weights.contiguous().view(-1) if self.spec.weight_on_input else None
-        if rows.scheme not in (None, self.spec.scheme):
-            rows = rows.dequantized(self.spec.dtype)
         return self._mlp(rows.x, rows.x_scale, weights, segments, n, on_input), slot
 
     def _batched(self, rows: BatchedInput, weights: ExpertWeights) -> Tensor:

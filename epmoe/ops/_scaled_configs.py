@@ -16,14 +16,15 @@ from torch import Tensor
 
 from epmoe.ops._configs import _has_roomy_sms, _has_tma
 from epmoe.ops._dependent_launch import dependent_launch
-from epmoe.ops._triton import INTERPRET, TensorDescriptor, cdiv, next_power_of_2, tl
+from epmoe.ops._triton import INTERPRET, TensorDescriptor, cdiv, next_power_of_2, tl, triton
+from epmoe.tuning.store import tuned
 
 FP8 = torch.float8_e4m3fn
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaledConfig:
-    """One configuration of `scaled_gemm_kernel`, or the choice of the Gluon kernel, whose tiles are fixed.
+    """One configuration of `scaled_gemm_kernel`, or the choice of the Gluon kernel, which reads 256 weight rows a tile.
 
     Args:
         block_m: rows of a tile.
@@ -33,9 +34,14 @@ class ScaledConfig:
         swap_ab: weights are the M side of the dot and tokens its N side: wgmma needs 64 rows on the M side, which few
             tokens cannot fill.
         flatten: let Triton load the next tile's first blocks during this tile's last steps.
+        tma_rows: read rows that no index finds through a tensor descriptor where their alignment allows.
         tma_out: write results through a tensor descriptor where their alignment allows.
         programs_per_sm: programs that loop over tiles; 0 starts one program per tile.
-        gluon: run the Gluon kernel instead, where it can.
+        unroll: blocks of 128 columns that a step multiplies, side by side in memory: few rows are read faster in
+            larger pieces.
+        gluon: run the Gluon kernel instead, where it can; of these it takes `block_m` (64 or 128) and `group_m`.
+        skip_idle: in the Gluon kernel, 64 rows of a tile that have no row of the expert leave the tensor cores to the
+            others: it pays where many tiles are half empty, and costs where few are.
     """
 
     block_m: int
@@ -46,9 +52,12 @@ class ScaledConfig:
     split: bool = False
     swap_ab: bool = False
     flatten: bool = False
+    tma_rows: bool = True
     tma_out: bool = True
     programs_per_sm: int = 1
+    unroll: int = 1
     gluon: bool = False
+    skip_idle: bool = False
 
 
 @functools.lru_cache(maxsize=4096)
@@ -74,15 +83,30 @@ def scaled_config(
     if not _has_roomy_sms(device):
         block_m = 32 if rows_per_expert <= 32 else 64
         return ScaledConfig(block_m, 256 if gated else 128, 8, 4, num_stages=2, split=split, programs_per_sm=0)
-    if rows_per_expert <= 64:
-        block_m = 16 if rows_per_expert <= 16 else 32 if rows_per_expert <= 32 else 64
-        wide = gated or block_m == 64
+    # routing fills experts unevenly: tiles are for more rows than the mean
+    if rows_per_expert <= 12:
         return ScaledConfig(
-            block_m, 256 if wide else 128, 1, num_warps=4, num_stages=5 if wide else 6, split=wide, swap_ab=True
+            16, 256 if gated else 128, 8, 4, num_stages=3, split=gated, swap_ab=True, programs_per_sm=0, unroll=2
         )
+    if rows_per_expert <= 24:
+        return ScaledConfig(32, 256 if gated else 128, 8, 4, num_stages=5, split=gated, swap_ab=True, programs_per_sm=0)
+    if rows_per_expert <= 64:
+        if gated:
+            return ScaledConfig(64, 256, 8, num_warps=8, num_stages=5, split=True, swap_ab=True, gluon=per_block)
+        return ScaledConfig(64, 128, 8, 4, num_stages=4, swap_ab=True, programs_per_sm=0, gluon=per_block)
     if per_block:
-        return ScaledConfig(128, 256, 8, num_warps=8, num_stages=4, split=True, gluon=True)
-    return ScaledConfig(128, 256, 8, num_warps=8, num_stages=3 if gated or gathered else 4, flatten=not gathered)
+        return ScaledConfig(
+            128, 256, 8, 8, num_stages=4, split=True, tma_rows=False, gluon=True, skip_idle=rows_per_expert <= 192
+        )
+    return ScaledConfig(128, 256, 8, num_warps=8, num_stages=4, flatten=not gathered)
+
+
+@functools.cache
+def runs_gluon(device: torch.device) -> bool:
+    """Whether the Gluon kernel runs on `device`: compiled, capability 9.0, and a Triton that it compiles with."""
+    if INTERPRET or device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    return triton.__version__.startswith(("3.6.", "3.7."))
 
 
 def ragged_rows(out: Tensor, block: list[int]) -> tuple[list[int], list[int], list[int]]:
@@ -125,7 +149,10 @@ def scaled_plan(
     L, n, d = shape
     parts = 2 if gated else 1
     width = n // parts
-    config = scaled_config(device, per_block, rows_per_expert, n, d, gated, gathered)
+    name = "scaled_grouped_gemm_act" if gated else "scaled_grouped_gemm"
+    scheme = "fp8_block" if per_block else "fp8_row"
+    config = tuned(ScaledConfig, name, device, L, n, d, FP8, scheme, rows_per_expert)
+    config = config or scaled_config(device, per_block, rows_per_expert, n, d, gated, gathered)
     has_tma = _has_tma(device)
     dense = parts == 1 or (strides[0] == n * strides[1] and width * strides[1] % 16 == 0)
     descriptor = None
@@ -136,10 +163,13 @@ def scaled_plan(
             [strides[0] if parts == 1 else width * strides[1], strides[1], 1],
             block,
         )
-    a_tma = has_tma and a_aligned and not gathered
+    a_tma = has_tma and config.tma_rows and a_aligned and not gathered
+    halves = gated or config.block_n > 128  # as in the kernel: columns that leave together
+    stored = config.block_n // 2 if halves else config.block_n
+    assert out_dtype != FP8 or stored == 128, "a block of 128 columns is quantized by one program"
     out_block = None
     if has_tma and config.tma_out and width * out_dtype.itemsize % 16 == 0:
-        out_block = [config.block_m, 128]
+        out_block = [config.block_m, stored]
     constants = {
         "L": L,
         "L_BLOCK": next_power_of_2(L),
@@ -155,6 +185,7 @@ def scaled_plan(
         "BLOCK_K": 128,
         "GROUP_M": config.group_m,
         "SPLIT": config.split,
+        "UNROLL": config.unroll,
         "SWAP_AB": config.swap_ab,
         "FLATTEN": config.flatten,
         "A_TMA": a_tma,

@@ -1,6 +1,6 @@
 """The Triton kernel of `ops/scaled_gemm.py`: grouped GEMM on fp8 operands with scales, for few rows and for many.
 
-Letters: L local experts, D reduction width, N weight rows (2I for a gated GEMM1); SCALE_BLOCK = 128 columns share a scale.
+Letters: L local experts, D reduction width, N weight rows (2I for a gated GEMM1).
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def _scaled_dot(x, b, acc, x_scale, w_scale, SWAP_AB: tl.constexpr, VECTOR: tl.c
 
 
 @jit
-def _finish(y, a_scale, w_scale, row_scale, bias, e, source, position, w_rows, N: tl.constexpr, PER_BLOCK: tl.constexpr):
+def _finish(
+    y, a_scale, w_scale, row_scale, bias, e, source, position, w_rows, N: tl.constexpr, PER_BLOCK: tl.constexpr
+):
     """What stands between an accumulator and its activation: row and channel scales, router weight, bias."""
     if not PER_BLOCK:
         y = y * tl.load(a_scale + source)[:, None] * tl.load(w_scale + e.to(tl.int64) * N + w_rows)[None, :]
@@ -60,7 +62,8 @@ def _store(
     OUT_TMA: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Writes block `y [M, COLS]` at (row, col) of out `[*, WIDTH]`, rows before `end` only; quantized where there is a scale."""
+    """Writes block `y [M, COLS]` at (row, col) of out `[*, WIDTH]`, rows before `end` only; quantized where there is a
+    scale."""
     rows = row + tl.arange(0, M)
     cols = col + tl.arange(0, COLS)
     if out_scale is not None:
@@ -112,6 +115,7 @@ def scaled_gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     SPLIT: tl.constexpr,
+    UNROLL: tl.constexpr,
     SWAP_AB: tl.constexpr,
     FLATTEN: tl.constexpr,
     A_TMA: tl.constexpr,
@@ -135,6 +139,7 @@ def scaled_gemm_kernel(
     HALF: tl.constexpr = BLOCK_N // 2 if HALVES else BLOCK_N
     DOT_N: tl.constexpr = HALF if SPLIT else BLOCK_N
     STEPS: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
+    EVEN: tl.constexpr = D % (BLOCK_K * UNROLL) == 0
     SCALES_N: tl.constexpr = (N + 127) // 128
     SCALES_K: tl.constexpr = (D + 127) // 128
     VECTOR: tl.constexpr = GATED and WIDTH % 128 != 0
@@ -170,8 +175,12 @@ def scaled_gemm_kernel(
             a_tile = a + source[:, None] * a_stride + ks[None, :]
         # weight rows of `lo` and `hi`, or of the only block
         cols = col0 + tl.arange(0, HALF)
-        rows_lo = tl.minimum(cols, WIDTH - 1)
-        rows_hi = rows_lo + WIDTH if GATED else tl.minimum(cols + HALF, WIDTH - 1)
+        if WIDTH % COLS == 0:  # what a minimum would keep from being read in pairs
+            rows_lo = cols
+            rows_hi = cols + (WIDTH if GATED else HALF)
+        else:
+            rows_lo = tl.minimum(cols, WIDTH - 1)
+            rows_hi = rows_lo + WIDTH if GATED else tl.minimum(cols + HALF, WIDTH - 1)
         if not W_TMA:
             w_expert = w + e.to(tl.int64) * w_stride_expert
             if SPLIT or not HALVES:
@@ -204,45 +213,47 @@ def scaled_gemm_kernel(
             lo = tl.zeros((BLOCK_M, DOT_N), tl.float32)
         if SPLIT:
             hi = lo
-        for step in tl.range(0, STEPS):
-            k = step * BLOCK_K
-            if A_TMA:
-                x = a.load([row, k])
-            elif D % BLOCK_K == 0:
-                x = tl.load(a_tile + k)
-            else:
-                x = tl.load(a_tile + k, mask=(k + ks < D)[None, :], other=0.0)
-            if W_TMA:
-                if SPLIT:
-                    b = w.load([e * PARTS, col0, k]).reshape(DOT_N, BLOCK_K)
-                    c = w.load([e * PARTS + PARTS - 1, col0 if GATED else col0 + HALF, k]).reshape(DOT_N, BLOCK_K)
+        for first in tl.range(0, STEPS, UNROLL):
+            for part in tl.static_range(UNROLL):
+                step = first + part
+                k = step * BLOCK_K
+                if A_TMA:
+                    x = a.load([row, k])
+                elif EVEN:
+                    x = tl.load(a_tile + k)
                 else:
-                    b = w.load([e * PARTS, col0, k]).reshape(DOT_N, BLOCK_K)
-            elif D % BLOCK_K == 0:
-                b = tl.load(w_lo + k)
-                if SPLIT:
-                    c = tl.load(w_hi + k)
-            else:
-                b = tl.load(w_lo + k, mask=(k + ks < D)[None, :], other=0.0)
-                if SPLIT:
-                    c = tl.load(w_hi + k, mask=(k + ks < D)[None, :], other=0.0)
-            if PER_BLOCK:
-                lo = _scaled_dot(x, b, lo, x_scale, lo_scale, SWAP_AB, False, INTERPRETED)
-                if SPLIT:
-                    hi = _scaled_dot(x, c, hi, x_scale, hi_scale, SWAP_AB, VECTOR, INTERPRETED)
-                ahead = tl.minimum(step + 1, STEPS - 1)
-                x_scale = tl.load(x_scale_at + ahead)
-                lo_scale = tl.load(lo_scale_at + ahead)
-                if SPLIT:
-                    hi_scale = tl.load(hi_scale_at + ahead)
-            elif SWAP_AB:
-                lo = _dot(b, x.T, lo, INTERPRETED)
-                if SPLIT:
-                    hi = _dot(c, x.T, hi, INTERPRETED)
-            else:
-                lo = _dot(x, b.T, lo, INTERPRETED)
-                if SPLIT:
-                    hi = _dot(x, c.T, hi, INTERPRETED)
+                    x = tl.load(a_tile + k, mask=(k + ks < D)[None, :], other=0.0)
+                if W_TMA:
+                    if SPLIT:
+                        b = w.load([e * PARTS, col0, k]).reshape(DOT_N, BLOCK_K)
+                        c = w.load([e * PARTS + PARTS - 1, col0 if GATED else col0 + HALF, k]).reshape(DOT_N, BLOCK_K)
+                    else:
+                        b = w.load([e * PARTS, col0, k]).reshape(DOT_N, BLOCK_K)
+                elif EVEN:
+                    b = tl.load(w_lo + k)
+                    if SPLIT:
+                        c = tl.load(w_hi + k)
+                else:
+                    b = tl.load(w_lo + k, mask=(k + ks < D)[None, :], other=0.0)
+                    if SPLIT:
+                        c = tl.load(w_hi + k, mask=(k + ks < D)[None, :], other=0.0)
+                if PER_BLOCK:
+                    lo = _scaled_dot(x, b, lo, x_scale, lo_scale, SWAP_AB, False, INTERPRETED)
+                    if SPLIT:
+                        hi = _scaled_dot(x, c, hi, x_scale, hi_scale, SWAP_AB, VECTOR, INTERPRETED)
+                    ahead = tl.minimum(step + 1, STEPS - 1)
+                    x_scale = tl.load(x_scale_at + ahead)
+                    lo_scale = tl.load(lo_scale_at + ahead)
+                    if SPLIT:
+                        hi_scale = tl.load(hi_scale_at + ahead)
+                elif SWAP_AB:
+                    lo = _dot(b, x.T, lo, INTERPRETED)
+                    if SPLIT:
+                        hi = _dot(c, x.T, hi, INTERPRETED)
+                else:
+                    lo = _dot(x, b.T, lo, INTERPRETED)
+                    if SPLIT:
+                        hi = _dot(x, c.T, hi, INTERPRETED)
 
         if SWAP_AB:
             lo = lo.T

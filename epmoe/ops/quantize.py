@@ -1,5 +1,5 @@
-"""Rows to eight bits: fp8 (e4m3) or int8 values beside fp32 scales. On the path of a token before dispatch, so that half
-the bytes travel, before GEMM1 where nobody quantized yet, and between the GEMMs.
+"""Rows to eight bits: fp8 (e4m3) or int8 values beside fp32 scales. On the path of a token before dispatch, so that
+half the bytes travel, before GEMM1 where nobody quantized yet, and between the GEMMs.
 
     group ── amax ── scale = amax / largest ── values = round(x / scale), to nearest even
     H = 320, `fp8_block`: groups are columns 0..127, 128..255, 256..319; `fp8_row`, `int8_row`: the row is one group
@@ -69,12 +69,22 @@ def magnitude_bits(x):
 
 
 @jit
+def _widen(x, INTERPRETED: tl.constexpr):
+    """`x` as fp32; the interpreter's own cast loses bf16's subnormal numbers."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        wide = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = x.to(tl.float32)
+    return wide
+
+
+@jit
 def scale_of(amax_bits, LARGEST: tl.constexpr):
     """(scale, its reciprocal) of groups whose largest `magnitude_bits` are given; the reciprocal is 0 where one is not
     finite, which leaves `saturate` NaNs alone to deal with."""
     amax = amax_bits.to(tl.float32, bitcast=True)
     finite = amax_bits < 0x7F800000
-    scale = tl.maximum(tl.where(finite, amax, 0.0) * (1.0 / LARGEST), 1.1754943508222875e-38)
+    scale = tl.maximum(tl.div_rn(tl.where(finite, amax, 0.0), LARGEST), 1.1754943508222875e-38)
     scale = tl.where(amax_bits == 0, 1.0, scale)
     inverse = tl.div_rn(1.0, scale)
     return tl.where(finite, scale, float("nan")), tl.where(finite, inverse, 0.0)
@@ -85,10 +95,10 @@ def round_scaled(x, inverse, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     """x · inverse as `dtype`, saturated and rounded to nearest even; 0 where inverse is 0."""
     LARGEST: tl.constexpr = 127.0 if dtype == tl.int8 else 448.0
     # saturating first also keeps the product from fusing with the sum that rounds
-    v = tl.minimum(tl.maximum(tl.where(inverse == 0.0, 0.0, x * inverse), -LARGEST), LARGEST)
+    v = tl.minimum(tl.maximum(tl.where(inverse == 0.0, 0.0, x) * inverse, -LARGEST), LARGEST)
     if dtype == tl.int8:
-        return ((v + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 · 2**23, beside which only integers are left
-    if INTERPRETED:  # its own cast drops the carry of a mantissa that rounds up: leave it nothing to round
+        v = (v + 12582912.0) - 12582912.0  # 1.5 · 2**23, beside which only integers are left
+    elif INTERPRETED:  # its own cast drops the carry of a mantissa that rounds up: leave it nothing to round
         bits = v.to(tl.int32, bitcast=True)
         even = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -1048576).to(tl.float32, bitcast=True)
         small = (tl.abs(v) + 24576.0) - 24576.0  # below 2**-6 the steps are 2**-9
@@ -101,9 +111,10 @@ def round_scaled(x, inverse, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 def _owned(rows, ends, span):
     """Which of `rows` lie before the end of their span; all where `ends` is None."""
     if ends is None:
-        return rows >= 0
-    of = rows // span
-    return rows < tl.load(ends + of)
+        owned = rows >= 0
+    else:
+        owned = rows < tl.load(ends + rows // span)
+    return owned
 
 
 @jit(do_not_specialize=["num_groups"], do_not_specialize_on_alignment=["ends"])
@@ -135,7 +146,7 @@ def _quantize_groups_kernel(
     mask = real[:, None]
     if H % GROUP != 0:
         mask = mask & (cols < H)
-    v = tl.load(x + row[:, None] * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    v = _widen(tl.load(x + row[:, None] * x_stride + cols, mask=mask, other=0.0), INTERPRETED)
     scale, inverse = scale_of(tl.max(magnitude_bits(v), axis=1), LARGEST)
     tl.store(scales + group, scale, mask=real)
     q = round_scaled(v, inverse[:, None], values.dtype.element_ty, INTERPRETED)
@@ -163,16 +174,16 @@ def _quantize_rows_kernel(
     if _owned(row, ends, span):
         cols = tl.arange(0, BLOCK)
         at = x + row * x_stride
-        v = tl.load(at + cols, mask=cols < H, other=0.0).to(tl.float32)
+        v = _widen(tl.load(at + cols, mask=cols < H, other=0.0), INTERPRETED)
         amax = tl.max(magnitude_bits(v), axis=0)
         for first in range(BLOCK, H, BLOCK):
-            v = tl.load(at + first + cols, mask=first + cols < H, other=0.0).to(tl.float32)
+            v = _widen(tl.load(at + first + cols, mask=first + cols < H, other=0.0), INTERPRETED)
             amax = tl.maximum(amax, tl.max(magnitude_bits(v), axis=0))
         scale, inverse = scale_of(amax, LARGEST)
         tl.store(scales + row, scale)
         for first in tl.static_range(0, H, BLOCK):
             if H > BLOCK:
-                v = tl.load(at + first + cols, mask=first + cols < H, other=0.0).to(tl.float32)
+                v = _widen(tl.load(at + first + cols, mask=first + cols < H, other=0.0), INTERPRETED)
             q = round_scaled(v, inverse, values.dtype.element_ty, INTERPRETED)
             tl.store(values + row * H + first + cols, q, mask=first + cols < H)
 
@@ -235,6 +246,13 @@ def _(x, scheme, ends=None, span=0):
     return _empty_quantized(x, scheme)
 
 
+def scale_of_reference(amax: Tensor, form: RowFormat) -> Tensor:
+    """The torch twin of `scale_of`, for largest magnitudes in float32; where one is not finite, any finite number."""
+    largest = amax.new_full((), form.largest)  # by a Python number CUDA would multiply with the reciprocal
+    scale = (torch.where(amax.isfinite(), amax, 0) / largest).clamp_min(SMALLEST_SCALE)
+    return torch.where(amax == 0, 1.0, scale)
+
+
 def quantize_reference(x: Tensor, scheme: str, ends: Tensor | None = None, span: int = 0) -> tuple[Tensor, Tensor]:
     """The torch twin of `quantize`: the same bits."""
     form = row_format(scheme)
@@ -250,8 +268,7 @@ def quantize_reference(x: Tensor, scheme: str, ends: Tensor | None = None, span:
     blocks = F.pad(wide, (0, S * group - H)).view(-1, S, group)
     amax = blocks.abs().amax(-1)  # NaN where one is
     finite = amax.isfinite()
-    scale = (torch.where(finite, amax, 0) * (1.0 / form.largest)).clamp_min(SMALLEST_SCALE)
-    scale = torch.where(amax == 0, 1.0, scale)
+    scale = scale_of_reference(amax, form)
     scaled = torch.where(finite[..., None], blocks * (1.0 / scale)[..., None], 0).clamp(-form.largest, form.largest)
     if form.dtype == torch.int8:
         scaled = scaled.round()

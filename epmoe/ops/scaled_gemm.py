@@ -1,0 +1,367 @@
+"""Grouped GEMM on fp8 rows and fp8 weights with scales: GEMM1 with router weight, bias, activation and the activation's
+own quantization in its epilogue, and GEMM2. On the path of a token where `ops/grouped_gemm.py` stands without
+quantization; forward only.
+
+    scheme      scales of rows a [*, D]     scales of weights w [L, N, D]             products are summed
+    fp8_block   [*, ceil(D / 128)]          [L, ceil(N / 128), ceil(D / 128)]         in fp32 after every 128 terms
+    fp8_row     [*, 1]                      [L, N]                                    as the tensor cores do it
+
+Hopper's fp8 tensor cores keep about 14 bits of a sum: what that costs `fp8_row` grows with D, and is less than rounding
+the result to bf16 for the sums of random signs that models make.
+
+Letters: L local experts, H hidden size, I expert intermediate size, T rows of the expert input; N columns of an output,
+D the reduction width. Expert e owns rows row_start[e]:row_end[e] (`ops/_segments.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epmoe.ops._configs import expected_rows, num_programs
+from epmoe.ops._scaled_configs import FP8, ragged_rows, row_descriptor, runs_gluon, scaled_plan
+from epmoe.ops._scaled_triton import scaled_gemm_kernel
+from epmoe.ops._segments import check_segments, segment_slices
+from epmoe.ops._triton import TensorDescriptor, cdiv, check_flat, on_device_of, op, unit_stride, use_triton
+from epmoe.ops.activation import apply_activation, is_gated
+from epmoe.ops.quantize import SCALE_BLOCK, quantize_reference
+
+LINEAR = "none"  # the activation of a plain scaled_grouped_gemm
+SCALED_SCHEMES = ("fp8_block", "fp8_row")
+
+
+def _launch(
+    a: Tensor,
+    a_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    row_start: Tensor,
+    row_end: Tensor,
+    row_index: Tensor | None,
+    index_divisor: int,
+    row_scale: Tensor | None,
+    out: Tensor,
+    out_scale: Tensor | None,
+    scheme: str,
+    expected_m: int | None,
+    activation: str = LINEAR,
+    alpha: float = 1.0,
+    limit: float = float("inf"),
+) -> None:
+    shape, strides, max_rows = w.shape, w.stride(), out.shape[0]
+    L = shape[0]
+    if out.numel() == 0 or L == 0:
+        return
+    gated = activation != LINEAR and is_gated(activation, alpha, limit)
+    expected = expected_rows(max_rows, L, expected_m)
+    plan = scaled_plan(
+        a.device,
+        scheme == "fp8_block",
+        shape,
+        strides,
+        w.data_ptr() % 16 == 0,
+        a.data_ptr() % 16 == 0 and a.stride(0) % 16 == 0,
+        expected,
+        row_index is not None,
+        index_divisor,
+        activation,
+        gated,
+        out.dtype,
+    )
+    config = plan.config
+    rows = (row_start, row_end, row_index, row_scale)
+    with on_device_of(a):
+        if config.gluon and runs_gluon(a.device):
+            from epmoe.ops import _scaled_gluon as gluon
+
+            if gluon.can_take(a, w, out, gated, out_scale is not None, config):
+                operands = (a, a_scale, w, w_scale, bias, *rows, out, out_scale)
+                gluon.launch(*operands, activation, alpha, limit, gated, index_divisor, config)
+                return
+        row_tiles = max_rows // config.block_m + min(L, max_rows)
+        if expected_m is not None:  # no program for each tile that could be: they walk on where there are more
+            row_tiles = min(row_tiles, L * (2 * expected // config.block_m + 1))
+        target: Any = out
+        if plan.out_block is not None:
+            target = TensorDescriptor(out, *ragged_rows(out, plan.out_block))
+        scaled_gemm_kernel[(num_programs(a.device, config.programs_per_sm, row_tiles * plan.column_tiles),)](
+            row_descriptor(a, config.block_m) if plan.a_tma else a,
+            a_scale,
+            w if plan.w_descriptor is None else TensorDescriptor(w, *plan.w_descriptor),
+            w_scale,
+            bias,
+            *rows,
+            target,
+            out_scale,
+            alpha,
+            limit,
+            a.stride(0),
+            a_scale.stride(0),
+            strides[0],
+            strides[1],
+            **plan.constants,
+        )
+
+
+def _check(
+    a: Tensor,
+    a_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    row_start: Tensor,
+    row_end: Tensor,
+    row_index: Tensor | None,
+    divisor: int,
+    scheme: str,
+    out_dtype: torch.dtype,
+) -> None:
+    if scheme not in SCALED_SCHEMES:
+        raise ValueError(f"scheme={scheme!r}: must be " + " or ".join(SCALED_SCHEMES))
+    unit_stride(a, "a")
+    if a.dtype != FP8 or w.dtype != FP8:
+        raise ValueError(f"a is {a.dtype} and w {w.dtype}: both must be {FP8}")
+    if w.dim() != 3 or (w.stride(2) != 1 and w.shape[2] > 1) or w.shape[2] != a.shape[1]:
+        raise ValueError(
+            f"w has shape {tuple(w.shape)}, strides {w.stride()}: must be [L, N, {a.shape[1]}] (the width of a) and "
+            "dense along its last dimension"
+        )
+    L, n, d = w.shape
+    block = scheme == "fp8_block"
+    right: tuple[int, ...] = (a.shape[0], cdiv(d, SCALE_BLOCK) if block else 1)
+    unit_stride(a_scale, "a_scale")
+    if a_scale.dtype != torch.float32 or tuple(a_scale.shape) != right:
+        raise ValueError(f"a_scale is {a_scale.dtype} {tuple(a_scale.shape)}: must be float32 {right} for {scheme!r}")
+    right = (L, cdiv(n, SCALE_BLOCK), cdiv(d, SCALE_BLOCK)) if block else (L, n)
+    if w_scale.dtype != torch.float32 or tuple(w_scale.shape) != right or not w_scale.is_contiguous():
+        raise ValueError(
+            f"w_scale is {w_scale.dtype} {tuple(w_scale.shape)} with strides {w_scale.stride()}: must be contiguous "
+            f"float32 {right} for {scheme!r}"
+        )
+    check_segments(row_start, row_end, L)
+    check_flat(row_index, "row_index", torch.int32)
+    if bias is not None and (bias.shape != (L, n) or not bias.is_contiguous() or not bias.is_floating_point()):
+        raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)}: must be contiguous, floating and {(L, n)}")
+    if divisor < 1:
+        raise ValueError(f"index_divisor={divisor}: must be at least 1")
+    if out_dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"out_dtype={out_dtype}: must be torch.bfloat16 or torch.float16")
+
+
+@op("scaled_grouped_gemm")
+def scaled_grouped_gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    row_start: Tensor,
+    row_end: Tensor,
+    row_index: Tensor | None,
+    index_divisor: int,
+    max_rows: int,
+    scheme: str,
+    out_dtype: torch.dtype,
+    expected_m: int | None = None,
+) -> Tensor:
+    """out[n] = (a·a_scale)[row] @ (w·w_scale)[e].T + bias[e] for each row n of each expert e.
+
+    Args:
+        a: `[*, D]` float8_e4m3fn; rows may be strided. row = n, or row_index[n] // index_divisor.
+        a_scale: `[*, S]` float32, S and the shape of w_scale as the scheme says (top of this file); may be strided.
+        w: `[L, N, D]` float8_e4m3fn, and `w_scale` float32.
+        bias: `[L, N]` floating, or None.
+        row_start, row_end: `[L]` int32 on the device, the rows n of each expert, none past max_rows. An empty expert
+            costs nothing.
+        row_index: `[max_rows]` int32 or None; entries outside the segments are not read.
+        scheme: `fp8_block` or `fp8_row`.
+        out_dtype: bfloat16 or float16.
+        expected_m: the rows an expert should expect, (M·R·K + E) // E; picks the configuration and never what is
+            computed. None: max_rows / L.
+
+    Returns:
+        `[max_rows, N]`; rows of no expert are left as allocated. Not differentiable.
+
+    Raises:
+        ValueError: shapes, dtypes or inner strides do not fit together.
+    """
+    _check(a, a_scale, w, w_scale, bias, row_start, row_end, row_index, index_divisor, scheme, out_dtype)
+    rows = (row_start, row_end, row_index, index_divisor)
+    if not use_triton(a):
+        return scaled_grouped_gemm_reference(a, a_scale, w, w_scale, bias, *rows, max_rows, scheme, out_dtype)
+    out = a.new_empty(max_rows, w.shape[1], dtype=out_dtype)
+    _launch(a, a_scale, w, w_scale, bias, *rows, None, out, None, scheme, expected_m)
+    return out
+
+
+@scaled_grouped_gemm.register_fake
+def _(
+    a, a_scale, w, w_scale, bias, row_start, row_end, row_index, index_divisor, max_rows, scheme, out_dtype, *_, **__
+):
+    return a.new_empty(max_rows, w.shape[1], dtype=out_dtype)
+
+
+def _multiply(
+    a: Tensor,
+    a_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    e: int,
+    rows: slice | Tensor,
+    scheme: str,
+    precise: torch.dtype,
+) -> Tensor:
+    """Rows `rows` of a times expert e's weights, both scaled back first."""
+    # fp8 has no kernel for indexing everywhere: bytes do
+    x, xs = a.view(torch.uint8)[rows].view(FP8).to(precise), a_scale[rows].to(precise)
+    y, ys = w[e].to(precise), w_scale[e].to(precise)
+    if scheme == "fp8_block":
+        xs = xs.repeat_interleave(SCALE_BLOCK, 1)[:, : x.shape[1]]
+        ys = ys.repeat_interleave(SCALE_BLOCK, 0)[: y.shape[0]].repeat_interleave(SCALE_BLOCK, 1)[:, : y.shape[1]]
+    else:
+        ys = ys[:, None]
+    return (x * xs) @ (y * ys).T
+
+
+def scaled_grouped_gemm_reference(
+    a: Tensor,
+    a_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    row_start: Tensor,
+    row_end: Tensor,
+    row_index: Tensor | None,
+    index_divisor: int,
+    max_rows: int,
+    scheme: str,
+    out_dtype: torch.dtype,
+    precise: torch.dtype = torch.float32,
+) -> Tensor:
+    """The torch twin of `scaled_grouped_gemm`, one matmul per expert in `precise`; `out_dtype` may be float64 too."""
+    out = torch.empty(max_rows, w.shape[1], dtype=out_dtype, device=a.device)
+    for e, own in segment_slices(row_start, row_end):
+        rows = own if row_index is None else row_index[own].long() // index_divisor
+        y = _multiply(a, a_scale, w, w_scale, e, rows, scheme, precise)
+        out[own] = (y if bias is None else y + bias[e].to(precise)).to(out_dtype)
+    return out
+
+
+@op("scaled_grouped_gemm_act")
+def scaled_grouped_gemm_act(
+    x: Tensor,
+    x_scale: Tensor,
+    w1: Tensor,
+    w1_scale: Tensor,
+    bias1: Tensor | None,
+    row_start: Tensor,
+    row_end: Tensor,
+    row_index: Tensor | None,
+    index_divisor: int,
+    max_rows: int,
+    row_scale: Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
+    scheme: str,
+    out_dtype: torch.dtype,
+    requantize: bool,
+    expected_m: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """GEMM1: act(scale · (x·x_scale)[row] @ (w1·w1_scale)[e].T + bias1[e]) for each row n, on the fp32 accumulator.
+
+    Args:
+        x, x_scale, row_start, row_end, row_index, index_divisor, max_rows, scheme, out_dtype, expected_m: as in
+            `scaled_grouped_gemm`.
+        w1, w1_scale: `[L, 2I, H]`, gate rows then up rows (`[L, I, H]` not gated), and its scales. With scales per
+            block and I not a multiple of 128, the block that holds the last gates also holds the first up projections.
+        bias1: `[L, 2I]` (`[L, I]`) floating, or None.
+        row_scale: flat float32 or None, the router weight on the input, read at row_index[n] (n when None).
+        activation, alpha, limit: fields of `Activation`.
+        requantize: return the activation as `fp8_block`, from the fp32 accumulator. Only with scheme `fp8_block`: a
+            scale per row needs the whole row, of which a tile sees 128 columns.
+
+    Returns:
+        act `[max_rows, I]` in `out_dtype` and an empty `[0]`; with `requantize` float8_e4m3fn and its scales
+        `[max_rows, ceil(I / 128)]`. Rows of no expert are left as allocated.
+
+    Raises:
+        ValueError: as `scaled_grouped_gemm`, an unknown activation, a `row_scale` that is not flat, or `requantize`
+            with another scheme.
+    """
+    _check(x, x_scale, w1, w1_scale, bias1, row_start, row_end, row_index, index_divisor, scheme, out_dtype)
+    check_flat(row_scale, "row_scale", torch.float32)
+    gated = is_gated(activation, alpha, limit)
+    if gated and w1.shape[1] % 2:
+        raise ValueError(f"w1 has shape {tuple(w1.shape)}: {activation!r} is gated and needs an even number of rows")
+    if requantize and scheme != "fp8_block":
+        raise ValueError(
+            f"requantize=True with scheme={scheme!r}: must be 'fp8_block', or quantize the result in a pass of its own"
+        )
+    rows = (row_start, row_end, row_index, index_divisor)
+    act = (activation, alpha, limit)
+    if not use_triton(x):
+        return scaled_grouped_gemm_act_reference(
+            x, x_scale, w1, w1_scale, bias1, *rows, max_rows, row_scale, *act, scheme, out_dtype, requantize
+        )
+    out, scale = _empty_act(x, w1, max_rows, gated, out_dtype, requantize)
+    out_scale = scale if requantize else None
+    _launch(x, x_scale, w1, w1_scale, bias1, *rows, row_scale, out, out_scale, scheme, expected_m, *act)
+    return out, scale
+
+
+def _empty_act(
+    x: Tensor, w1: Tensor, max_rows: int, gated: bool, out_dtype: torch.dtype, requantize: bool
+) -> tuple[Tensor, Tensor]:
+    width = w1.shape[1] // (2 if gated else 1)
+    act = x.new_empty(max_rows, width, dtype=FP8 if requantize else out_dtype)
+    scale = (max_rows, cdiv(width, SCALE_BLOCK)) if requantize else (0,)
+    return act, x.new_empty(scale, dtype=torch.float32)
+
+
+@scaled_grouped_gemm_act.register_fake
+def _(
+    x, x_scale, w1, w1_scale, bias1, row_start, row_end, row_index, index_divisor, max_rows, row_scale, activation,
+    alpha, limit, scheme, out_dtype, requantize, expected_m=None,
+):  # fmt: skip
+    return _empty_act(x, w1, max_rows, is_gated(activation, alpha, limit), out_dtype, requantize)
+
+
+def scaled_grouped_gemm_act_reference(
+    x: Tensor,
+    x_scale: Tensor,
+    w1: Tensor,
+    w1_scale: Tensor,
+    bias1: Tensor | None,
+    row_start: Tensor,
+    row_end: Tensor,
+    row_index: Tensor | None,
+    index_divisor: int,
+    max_rows: int,
+    row_scale: Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
+    scheme: str,
+    out_dtype: torch.dtype,
+    requantize: bool,
+    precise: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """The torch twin of `scaled_grouped_gemm_act`, one matmul per expert in `precise`."""
+    out, scale = _empty_act(x, w1, max_rows, is_gated(activation, alpha, limit), out_dtype, requantize)
+    for e, own in segment_slices(row_start, row_end):
+        rows = own if row_index is None else row_index[own].long() // index_divisor
+        y = _multiply(x, x_scale, w1, w1_scale, e, rows, scheme, precise)
+        if row_scale is not None:
+            y = y * row_scale[own if row_index is None else row_index[own].long()].to(precise)[:, None]
+        y = y if bias1 is None else y + bias1[e].to(precise)
+        y = apply_activation(y, activation, alpha, limit)
+        if requantize:
+            values, scale[own] = quantize_reference(y, scheme)
+            out.view(torch.uint8)[own] = values.view(torch.uint8)
+        else:
+            out[own] = y.to(out_dtype)
+    return out, scale

@@ -1,0 +1,357 @@
+"""fp8 experts: against float64 with the same quantized numbers and against numbers never quantized, row by row."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from epmoe.config import Activation
+from epmoe.dispatch import make_dispatcher
+from epmoe.dispatch.base import BatchedInput, ExpertInput, Layout
+from epmoe.experts import ExpertsSpec, ExpertWeights, GroupedFp8Experts, ReferenceExperts, select_experts
+from epmoe.kernel import MoEKernel
+from epmoe.ops._triton import INTERPRET
+from epmoe.ops.quantize import quantize_reference
+from epmoe.placement import ExpertPlacement
+from epmoe.quant import (
+    WEIGHT_SCHEMES,
+    QuantizedWeights,
+    dequantize_rows,
+    dequantize_weights,
+    quantize_rows,
+    quantize_weights,
+)
+from epmoe.testing import poisoned_empty
+from tests import naive
+
+E, K, H, I = 6, 2, 192, 80  # noqa: E741  (neither is a multiple of a scale block)
+OWNED = [0, 2, 3, 5]  # experts of this rank; nobody chooses 3
+# Relative L2 of any one row. Tensor cores add fp8 products in about 14 bits, which moves some activations across a
+# boundary between two e4m3 numbers.
+SAME_NUMBERS = {"cpu": 8e-3, "cuda": 3e-2}
+UNQUANTIZED = {"fp8_block": 0.07, "fp8_row": 0.08}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """Where the kernels run: compiled on a GPU, through the interpreter on CPU. One process can do only one of them."""
+    if INTERPRET == (request.param == "cuda"):
+        pytest.skip("Triton was imported " + ("with TRITON_INTERPRET=1" if INTERPRET else "without its interpreter"))
+    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
+    return request.param
+
+
+@dataclasses.dataclass
+class Case:
+    spec: ExpertsSpec
+    rows: ExpertInput
+    weights: ExpertWeights
+    raw: tuple[Tensor, Tensor]  # w1, w2 before they were quantized
+
+    def batched(self) -> BatchedInput:
+        """The same rows by expert, and NaN where there is none."""
+        rows, local = (
+            self.rows,
+            self.rows.expert_map[self.rows.topk_ids.clamp_min(0)].masked_fill(self.rows.topk_ids < 0, -1),
+        )
+        capacity = rows.x.shape[0]
+        x = torch.full((rows.num_local, capacity, H), math.nan, dtype=rows.x.dtype, device=rows.x.device)
+        p = torch.full((rows.num_local, capacity), math.nan, device=rows.x.device)
+        counts = [0] * rows.num_local
+        slot = torch.full_like(rows.topk_ids, -1)
+        for t in range(capacity):
+            for k in range(K):
+                e = int(local[t, k])
+                if e >= 0:
+                    x[e, counts[e]], p[e, counts[e]] = rows.x[t], rows.topk_weights[t, k]
+                    slot[t, k] = e * capacity + counts[e]
+                    counts[e] += 1
+        tokens = torch.tensor(counts, dtype=torch.int32, device=x.device)
+        on_input = self.spec.weight_on_input
+        return BatchedInput(
+            x, tokens, rows.handle, p if on_input else None, None, slot, None if on_input else rows.topk_weights
+        )
+
+
+def make(
+    scheme: str, device: str, seed: int, *, act: str = "swiglu", bias: bool = True, on_input: bool = False,
+    rows: int = 7, h: int = H, i: int = I,
+) -> Case:  # fmt: skip
+    """Rows over six decades, experts over three; a row of zeros, one without a local expert, ids of -1."""
+    g = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g)
+
+    activation = Activation(act)
+    wide = 2 * i if activation.gated else i
+    magnitude = torch.tensor([1.0, 1e3, 1e-3, 30.0])[:, None, None]
+    w1, w2 = randn(4, wide, h) * magnitude / h**0.5, randn(4, h, i) / magnitude / i**0.5
+    x = randn(rows, h) * 10.0 ** (torch.arange(rows) % 7 - 3)[:, None]
+    choices = torch.tensor([0, 1, 2, 4, 5], dtype=torch.int32)
+    ids = choices[torch.rand(rows, 5, generator=g).argsort(1)[:, :K]]
+    if rows > 3:
+        x[1], ids[2], ids[3, 0] = 0, torch.tensor([1, 4]), -1
+    p = torch.rand(rows, K, generator=g) + 0.5
+    expert_map = torch.full((E,), -1, dtype=torch.int32)
+    expert_map[OWNED] = torch.arange(4, dtype=torch.int32)
+    # channels by the twin, not one interpreted program for each
+    q1, q2 = (quantized_rows_of(w) if scheme == "fp8_row" else quantize_weights(w, scheme) for w in (w1, w2))
+    b1, b2 = (randn(4, wide).bfloat16(), randn(4, h).bfloat16()) if bias else (None, None)
+    spec = ExpertsSpec(activation, h, i, torch.bfloat16, torch.device(device), on_input, scheme=scheme)
+    tensors = (q1.values, q2.values, b1, b2, None, q1.scales, q2.scales)
+    weights = ExpertWeights(*(None if t is None else t.to(device) for t in tensors))
+    x, ids, p, expert_map = (t.to(device) for t in (x.bfloat16(), ids, p, expert_map))
+    return Case(
+        spec,
+        ExpertInput(x, ids, p, expert_map, 4, rows * K, Layout(rows, rows, rows * K)),
+        weights,
+        (w1.to(device), w2.to(device)),
+    )
+
+
+def quantized_rows_of(w: Tensor) -> QuantizedWeights:
+    values, scales = quantize_reference(w.view(-1, w.shape[2]), "fp8_row")
+    return QuantizedWeights(values.view(w.shape), scales.view(w.shape[:2]), "fp8_row")
+
+
+def expected(c: Case, quantized: bool) -> Tensor:
+    """`[T, K, H]`, what each pair's expert gives before its weight; zeros for pairs of no local expert."""
+    spec, w = c.spec, c.weights
+    assert spec.scheme is not None and w.gate_up_scale is not None and w.down_scale is not None
+    w1, w2 = (raw.double() for raw in c.raw)
+    if quantized:
+        w1 = dequantize_weights(QuantizedWeights(w.gate_up_proj, w.gate_up_scale, spec.scheme), torch.float64)
+        w2 = dequantize_weights(QuantizedWeights(w.down_proj, w.down_scale, spec.scheme), torch.float64)
+    x = dequantize_rows(quantize_rows(c.rows.x, spec.scheme), torch.float64) if quantized else c.rows.x.double()
+    out = torch.zeros(*c.rows.topk_ids.shape, w2.shape[1], dtype=torch.float64, device=x.device)
+    for t in range(x.shape[0]):
+        for k in range(K):
+            e = int(c.rows.topk_ids[t, k])
+            e = int(c.rows.expert_map[e]) if e >= 0 else -1
+            if e < 0:
+                continue
+            z = w1[e] @ x[t]
+            if spec.weight_on_input:
+                z = z * c.rows.topk_weights[t, k].double()
+            z = z if w.gate_up_bias is None else z + w.gate_up_bias[e].double()
+            a = naive.activation(z, spec.activation.name, 1.0, math.inf)
+            if quantized:
+                if spec.scheme == "fp8_row":  # it leaves GEMM1 in the rows' dtype
+                    a = a.bfloat16().double()
+                a = dequantize_rows(quantize_rows(a, spec.scheme), torch.float64)
+            y = w2[e] @ a
+            out[t, k] = y if w.down_bias is None else y + w.down_bias[e].double()
+    return out
+
+
+def weighted(c: Case, pairs: Tensor) -> Tensor:
+    return pairs.sum(1) if c.spec.weight_on_input else (pairs * c.rows.topk_weights.double()[..., None]).sum(1)
+
+
+def row_error(got: Tensor, want: Tensor) -> float:
+    """The worst relative error of a row; rows that are zero must be."""
+    zero = (want == 0).all(-1)
+    assert not got[zero].any()
+    return ((got.double() - want).norm(dim=-1) / want.norm(dim=-1))[~zero].max().item() if (~zero).any() else 0.0
+
+
+@pytest.mark.parametrize("act", ["swiglu", "relu2"])
+@pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
+@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+def test_standard_rows_match_float64_of_the_same_quantized_numbers(scheme, on_input, act, device, seed):
+    c = make(scheme, device, seed, act=act, on_input=on_input)
+    experts = GroupedFp8Experts(c.spec)
+    with poisoned_empty():
+        y = experts(c.rows, c.weights)
+    assert y.dtype == torch.bfloat16
+    assert row_error(y, weighted(c, expected(c, quantized=True))) < SAME_NUMBERS[device]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+def test_every_row_is_near_what_nothing_quantized_gives(scheme, device, seed):
+    """Wide rows and experts: the error of a row is a mean over their columns, which over few of them is anything."""
+    c = make(scheme, device, seed, bias=False, h=1024, i=4096)
+    y = GroupedFp8Experts(c.spec)(c.rows, c.weights)
+    assert row_error(y, weighted(c, expected(c, quantized=False))) < UNQUANTIZED[scheme]
+
+
+@pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
+@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+def test_batched_rows_give_what_standard_rows_give_whatever_the_padding_holds(scheme, on_input, device, seed):
+    c = make(scheme, device, seed, on_input=on_input)
+    rows = c.batched()
+    experts = GroupedFp8Experts(c.spec)
+    with poisoned_empty():
+        y = experts(rows, c.weights)
+        standard = experts.output(c.rows, c.weights)
+    assert y.shape == rows.x.shape
+    assert rows.slot is not None and standard.slot is not None
+    for place, row in zip(rows.slot.view(-1).tolist(), standard.slot.view(-1).tolist(), strict=True):
+        assert (place < 0) == (row < 0)
+        if place >= 0:
+            assert torch.equal(y.view(-1, H)[place], standard.rows[row])
+
+
+@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+def test_rows_quantized_by_dispatch_give_the_same_bits(scheme, device, seed):
+    c = make(scheme, device, seed)
+    experts = GroupedFp8Experts(c.spec)
+    want = experts(c.rows, c.weights)
+    q = quantize_rows(c.rows.x, scheme)
+    wide = torch.full((q.values.shape[0], H + 64), 0x7F, dtype=torch.uint8, device=device).view(q.values.dtype)
+    wide.view(torch.uint8)[:, :H] = q.values.view(torch.uint8)  # a view into messages, as dispatch hands over
+    scales = torch.full((q.scales.shape[0], q.scales.shape[1] + 2), math.nan, device=device)
+    scales[:, 1:-1] = q.scales
+    rows = dataclasses.replace(c.rows, x=wide[:, :H], x_scale=scales[:, 1:-1], scheme=scheme)
+    assert torch.equal(experts(rows, c.weights), want)
+
+
+def test_rows_of_another_scheme_are_refused_with_the_way_out(seed):
+    c = make("fp8_block", "cpu", seed)
+    q = quantize_rows(c.rows.x, "fp8_row")
+    rows = dataclasses.replace(c.rows, x=q.values, x_scale=q.scales, scheme="fp8_row")
+    experts = GroupedFp8Experts(c.spec)
+    with pytest.raises(ValueError, match=r"rows are quantized \(fp8_row\).*rows.dequantized"):
+        experts(rows, c.weights)
+    experts(rows.dequantized(torch.bfloat16), c.weights)
+
+
+@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+def test_a_row_with_a_nan_touches_no_other_row(scheme, device, seed):
+    c = make(scheme, device, seed)
+    experts = GroupedFp8Experts(c.spec)
+    want = experts(c.rows, c.weights)
+    c.rows.x[4, 100] = math.nan
+    got = experts(c.rows, c.weights)
+    others = [t for t in range(7) if t != 4]
+    assert torch.equal(got[others], want[others])
+    if (c.rows.expert_map[c.rows.topk_ids[4].clamp_min(0).long()] >= 0).any():
+        assert got[4].isnan().all()
+
+
+@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+def test_no_rows_and_no_local_pairs_are_fine(scheme, device, seed):
+    empty = make(scheme, device, seed, rows=0)
+    assert GroupedFp8Experts(empty.spec)(empty.rows, empty.weights).shape == (0, H)
+    c = make(scheme, device, seed)
+    c.rows.topk_ids.fill_(-1)
+    with poisoned_empty():
+        assert not GroupedFp8Experts(c.spec)(c.rows, c.weights).any()
+
+
+@pytest.mark.parametrize("layout", ["standard", "batched"])
+@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+def test_reference_computes_with_the_dequantized_weights_in_float64(scheme, layout, seed):
+    c = make(scheme, "cpu", seed)
+    spec = dataclasses.replace(c.spec, dtype=torch.float64)
+    rows = dataclasses.replace(c.rows, x=c.rows.x.double(), topk_weights=c.rows.topk_weights.double())
+    w1, w2 = (
+        dequantize_weights(QuantizedWeights(values, scale, scheme), torch.float64)
+        for values, scale in (
+            (c.weights.gate_up_proj, c.weights.gate_up_scale),
+            (c.weights.down_proj, c.weights.down_scale),
+        )
+    )
+    plain = dataclasses.replace(
+        c.weights.to(torch.float64), gate_up_proj=w1, down_proj=w2, gate_up_scale=None, down_scale=None
+    )
+    data = rows if layout == "standard" else dataclasses.replace(c, rows=rows).batched()
+    got = ReferenceExperts(spec)(data, c.weights.to(torch.float64))
+    want = ReferenceExperts(dataclasses.replace(spec, scheme=None))(data, plain)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dispatch_scheme", [None, "fp8_block", "int8_row"])
+@pytest.mark.parametrize("layout", ["standard", "batched"])
+def test_kernel_joins_them_with_a_dispatcher(layout, dispatch_scheme, device, seed):
+    c = make("fp8_block", device, seed)
+    dispatcher = make_dispatcher("local", None, ExpertPlacement.contiguous(4, 1), device)
+    ids = torch.randint(-1, 4, c.rows.topk_ids.shape, generator=torch.Generator().manual_seed(seed)).int().to(device)
+    ids[:, 1] = torch.where(ids[:, 1] == ids[:, 0], -1, ids[:, 1])
+    experts = select_experts(c.spec, "grouped_fp8", layout).experts
+    kernel = MoEKernel(dispatcher, experts, layout=layout, dispatch_scheme=dispatch_scheme)
+    rows = dataclasses.replace(c.rows, topk_ids=ids, expert_map=torch.arange(4, dtype=torch.int32, device=device))
+    if dispatch_scheme is not None:
+        q = quantize_rows(c.rows.x, dispatch_scheme)
+        rows = dataclasses.replace(rows, x=q.values, x_scale=q.scales, scheme=dispatch_scheme)
+        if layout == "batched" or dispatch_scheme != c.spec.scheme:  # the kernel gives what they take
+            rows = rows.dequantized(torch.bfloat16)
+    with torch.no_grad(), poisoned_empty():
+        y = kernel(c.rows.x, ids, c.rows.topk_weights, c.weights).routed
+        assert torch.equal(y, GroupedFp8Experts(c.spec)(rows, c.weights))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+def test_a_cuda_graph_follows_new_rows_and_ids(scheme, seed):
+    c, other = make(scheme, "cuda", seed, rows=40), make(scheme, "cuda", seed + 1, rows=40)
+    experts = GroupedFp8Experts(c.spec)
+    with torch.no_grad():
+        experts(c.rows, c.weights)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = experts(c.rows, c.weights)
+        want = experts(dataclasses.replace(other.rows), c.weights)
+        for name in ("x", "topk_ids", "topk_weights"):
+            getattr(c.rows, name).copy_(getattr(other.rows, name))
+        graph.replay()
+    assert torch.equal(y, want)
+
+
+@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+def test_selection_by_scheme_says_who_was_passed_over_and_why(scheme):
+    spec = ExpertsSpec(Activation(), H, I, torch.bfloat16, torch.device("cpu"), scheme=scheme)
+    for layout in ("standard", "batched"):
+        assert select_experts(spec, layout=layout).experts.name == "reference"
+        assert select_experts(spec, "grouped_fp8", layout).experts.name == "grouped_fp8"
+        on_gpu = dataclasses.replace(spec, device=torch.device("cuda"), dtype=torch.float32)
+        selection = select_experts(on_gpu, layout=layout)
+        assert selection.experts.name == "reference"
+        assert dict(selection.passed_over)["grouped_fp8"].startswith("dtype=torch.float32")
+    with pytest.raises(ValueError, match=f"experts='grouped': weights of scheme='{scheme}'.*grouped_fp8"):
+        select_experts(spec, "grouped")
+    with pytest.raises(ValueError, match=r"experts='grouped_fp8': weights of scheme=None: .*'grouped'"):
+        select_experts(dataclasses.replace(spec, scheme=None), "grouped_fp8")
+    with pytest.raises(ValueError, match="no LoRA adapters here"):
+        select_experts(dataclasses.replace(spec, lora=True), "grouped_fp8")
+
+
+def test_gradients_are_refused_and_not_dropped(seed):
+    c = make("fp8_block", "cpu", seed)
+    experts = GroupedFp8Experts(c.spec)
+    for name in ("x", "topk_weights"):
+        rows = dataclasses.replace(c.rows, **{name: getattr(c.rows, name).clone().requires_grad_()})
+        for call in (experts, experts.output):
+            with pytest.raises(ValueError, match=f"{name} needs a gradient and fp8 experts have no backward"):
+                call(rows, c.weights)
+        with torch.no_grad():
+            experts(rows, c.weights)
+    bias = dataclasses.replace(c.weights, gate_up_bias=torch.randn(4, 2 * I).bfloat16().requires_grad_())
+    with pytest.raises(ValueError, match="gate_up_bias needs a gradient"):
+        experts(c.rows, bias)
+
+
+@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+def test_weights_that_do_not_fit_the_scheme_are_named(scheme, seed):
+    c = make(scheme, "cpu", seed)
+    experts = GroupedFp8Experts(c.spec)
+    w = c.weights
+    assert w.gate_up_scale is not None and w.down_scale is not None
+    for change, message in [
+        ({"gate_up_scale": None}, "gate_up_scale is None with scheme"),
+        ({"down_scale": w.down_scale[:2]}, "down_scale is torch.float32"),
+        ({"gate_up_scale": w.gate_up_scale.double()}, "gate_up_scale is torch.float64"),
+        ({"gate_up_proj": w.gate_up_proj.to(torch.bfloat16)}, "gate_up_proj is torch.bfloat16"),
+        ({"down_bias": torch.zeros(4, H)}, "down_bias is torch.float32"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            experts(c.rows, dataclasses.replace(w, **change))
+    plain = ReferenceExperts(dataclasses.replace(c.spec, scheme=None))
+    with pytest.raises(ValueError, match="gate_up_scale is given with scheme=None"):
+        plain(c.rows, dataclasses.replace(w, gate_up_proj=c.raw[0].bfloat16(), down_proj=c.raw[1].bfloat16()))

@@ -1,0 +1,356 @@
+"""Grouped GEMM on fp8: the twin against float64 one row at a time, kernels against float64 of the same quantized
+numbers, row by row, under every configuration."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from epmoe.config import ACTIVATIONS, Activation
+from epmoe.ops import _scaled_configs
+from epmoe.ops._scaled_configs import ScaledConfig
+from epmoe.ops._segments import batched_segments, standard_segments
+from epmoe.ops._triton import INTERPRET
+from epmoe.ops.quantize import quantize_reference
+from epmoe.ops.scaled_gemm import (
+    SCALED_SCHEMES,
+    scaled_grouped_gemm,
+    scaled_grouped_gemm_act,
+    scaled_grouped_gemm_act_reference,
+    scaled_grouped_gemm_reference,
+)
+from epmoe.quant import QuantizedWeights, quantize_weights
+from epmoe.testing import poisoned_empty
+from tests import naive
+
+# Relative L2 of any one row: one rounding of an fp32 sum (2^-8, 2^-11 at worst), or to e4m3 (2^-4 at worst). Tensor
+# cores add fp8 products in about 14 bits: that is below bf16's, not below fp16's.
+ROW_ERROR = {
+    "cpu": {torch.bfloat16: 4.5e-3, torch.float16: 6e-4},
+    "cuda": {torch.bfloat16: 4.5e-3, torch.float16: 1.5e-3},
+}
+SCALE_ERROR = {"cpu": 1e-5, "cuda": 2e-3}  # of the largest of 128 numbers
+REQUANTIZED = 0.04
+UNQUANTIZED = 0.07  # against the numbers before they were rounded to fp8
+LAYOUTS = ["in-place", "gathered", "batched"]
+scaled_config = _scaled_configs.scaled_config
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """Where the kernels run: compiled on a GPU, through the interpreter on CPU. One process can do only one of them."""
+    if INTERPRET == (request.param == "cuda"):
+        pytest.skip("Triton was imported " + ("with TRITON_INTERPRET=1" if INTERPRET else "without its interpreter"))
+    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
+    return request.param
+
+
+@pytest.fixture
+def configure(monkeypatch):
+    """Replaces the choice of configurations; the plans made from them last as long."""
+
+    def replace(choose):
+        _scaled_configs.scaled_plan.cache_clear()
+        monkeypatch.setattr(_scaled_configs, "scaled_config", choose)
+
+    yield replace
+    _scaled_configs.scaled_plan.cache_clear()
+
+
+def case(
+    counts: list[int], n: int, d: int, scheme: str, device: str, seed: int, layout: str = "gathered", k: int = 3
+) -> SimpleNamespace:
+    """Rows over six decades and experts over three, inside wider buffers of NaN; rows of no expert are NaN, their
+    scales too, and their indices -1."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    count, L = sum(counts), len(counts)
+    if layout == "batched":
+        capacity = max(counts) + 2
+        segments, max_rows = batched_segments(torch.tensor(counts, dtype=torch.int32), capacity), L * capacity
+    else:
+        segments = standard_segments(torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int())
+        max_rows = count + 5
+    bounds = list(zip(*(t.tolist() for t in segments), strict=True))
+    owned = torch.tensor([n for start, end in bounds for n in range(start, end)], dtype=torch.int64)
+    expert = torch.tensor([e for e, (start, end) in enumerate(bounds) for _ in range(start, end)], dtype=torch.int64)
+    index, divisor, source = None, 1, owned
+    tokens = max_rows
+    if layout == "gathered":
+        tokens, divisor = -(-(count + 4) // k), k
+        index = torch.full((max_rows,), -1, dtype=torch.int32)
+        index[owned] = torch.randperm(tokens * k, generator=generator)[:count].int()
+        source = index[owned].long() // k
+    x = randn(tokens, d) * 10.0 ** torch.randint(-3, 4, (tokens, 1), generator=generator)
+    values, scales = quantize_reference(x, scheme)
+    unused = torch.ones(tokens, dtype=torch.bool)
+    unused[source] = False
+    scales[unused] = math.nan
+    values.view(torch.uint8)[unused] = 0x7F  # NaN
+    wide_a = torch.full((tokens, -(-d // 16) * 16 + 16), 0x7F, dtype=torch.uint8).view(values.dtype)
+    wide_a.view(torch.uint8)[:, :d] = values.view(torch.uint8)
+    wide_s = torch.full((tokens, scales.shape[1] + 3), math.nan)
+    wide_s[:, : scales.shape[1]] = scales
+    magnitude = torch.tensor([1.0, 1e3, 1e-3, 3.0])[torch.arange(L) % 4]
+    w = randn(L, n, d) * magnitude[:, None, None] / d**0.5
+    w *= 10.0 ** torch.randint(-1, 2, (L, n, 1), generator=generator)  # channels differ too
+    if scheme == "fp8_block":
+        q = quantize_weights(w, scheme)
+    else:  # as it does, without a kernel
+        w_values, w_scales = quantize_reference(w.view(-1, d), scheme)
+        q = QuantizedWeights(w_values.view(w.shape), w_scales.view(L, n), scheme)
+    bias = randn(L, n) * magnitude[:, None]
+    row_scale = torch.rand(max(tokens * k, max_rows), generator=generator) + 0.5
+    padding = torch.ones(max_rows, dtype=torch.bool)
+    padding[owned] = False
+    c = SimpleNamespace(scheme=scheme, divisor=divisor, max_rows=max_rows, bounds=bounds)
+    tensors = {
+        "a": wide_a, "a_scale": wide_s, "w": q.values, "w_scale": q.scales, "bias": bias, "row_scale": row_scale,
+        "x": x, "raw_w": w, "owned": owned, "padding": padding, "source": source, "expert": expert,
+    }  # fmt: skip
+    for name, tensor in tensors.items():
+        setattr(c, name, tensor.to(device))
+    c.a, c.a_scale = c.a[:, :d], c.a_scale[:, : scales.shape[1]]
+    c.index = None if index is None else index.to(device)
+    c.segments = tuple(t.to(device) for t in segments)
+    c.operands = (c.a, c.a_scale, c.w, c.w_scale)
+    c.rows = (*c.segments, c.index, divisor, max_rows)
+    return c
+
+
+def row_error(got: Tensor, want: Tensor) -> float:
+    """The worst relative error of a row; rows that cancelled to almost nothing count against their neighbours."""
+    if got.shape[0] == 0:
+        return 0.0
+    norms = want.norm(dim=-1)
+    error = (got.double() - want).norm(dim=-1)
+    return (error / norms.clamp_min(1e-30)).nan_to_num(0.0).max().item()
+
+
+def check_gemm(c: SimpleNamespace, bias: bool = False, out: torch.dtype = torch.bfloat16, **options: object) -> Tensor:
+    b = c.bias if bias else None
+    with poisoned_empty():
+        got = scaled_grouped_gemm(*c.operands, b, *c.rows, c.scheme, out, **options)
+    double = torch.float64
+    want = scaled_grouped_gemm_reference(*c.operands, b, *c.rows, c.scheme, double, precise=double)
+    assert got.shape == want.shape and got.dtype == out
+    assert row_error(got[c.owned], want[c.owned]) < ROW_ERROR[c.a.device.type][out]
+    assert got[c.padding].isnan().all(), "a row of no expert was written"
+    return got
+
+
+def check_act(c: SimpleNamespace, act: Activation, requantize: bool, bias: bool = True, scale: bool = True) -> None:
+    b, s = c.bias if bias else None, c.row_scale if scale else None
+    tail = (s, act.name, act.alpha, act.limit, c.scheme)
+    with poisoned_empty():
+        got, got_scale = scaled_grouped_gemm_act(*c.operands, b, *c.rows, *tail, torch.bfloat16, requantize)
+    double = torch.float64
+    want, _ = scaled_grouped_gemm_act_reference(*c.operands, b, *c.rows, *tail, double, False, precise=double)
+    want = want[c.owned]
+    if not requantize:
+        assert got_scale.shape == (0,) and got.dtype == torch.bfloat16
+        assert row_error(got[c.owned], want) < ROW_ERROR[c.a.device.type][torch.bfloat16]
+        assert got[c.padding].isnan().all(), "a row of no expert was written"
+        return
+    width = want.shape[1]
+    assert got.shape == (c.max_rows, width) and got_scale.shape == (c.max_rows, -(-width // 128))
+    assert got_scale[c.padding].isnan().all(), "a scale of no expert's row was written"
+    exact = torch.nn.functional.pad(want, (0, -width % 128)).view(len(want), -1, 128)
+    amax = exact.abs().amax(-1)
+    rtol = SCALE_ERROR[c.a.device.type]
+    torch.testing.assert_close(
+        got_scale[c.owned].double(), torch.where(amax == 0, 1.0, amax / 448), rtol=rtol, atol=1e-30
+    )
+    values = got.view(torch.uint8)[c.owned].view(got.dtype).double()
+    back = values * got_scale[c.owned].double().repeat_interleave(128, 1)[:, :width]
+    # block by block, so that no block hides behind a larger one
+    back = torch.nn.functional.pad(back, (0, -width % 128)).view(exact.shape)
+    assert row_error(back.flatten(0, 1), exact.flatten(0, 1)) < REQUANTIZED
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scheme", SCALED_SCHEMES)
+def test_twin_is_a_dot_product_of_scaled_numbers_per_row_and_column(scheme, layout, seed):
+    c = case([2, 0, 3], 150, 140, scheme, "cpu", seed, layout)
+    with poisoned_empty():
+        got = scaled_grouped_gemm_reference(*c.operands, c.bias, *c.rows, scheme, torch.float64, precise=torch.float64)
+    block = scheme == "fp8_block"
+    for n, source, e in zip(c.owned.tolist(), c.source.tolist(), c.expert.tolist(), strict=True):
+        for column in (0, 127, 128, 149):
+            total = c.bias[e, column].item()
+            for i in range(140):
+                scale = c.a_scale[source, i // 128 if block else 0].item()
+                scale *= (c.w_scale[e, column // 128, i // 128] if block else c.w_scale[e, column]).item()
+                total += c.a[source, i].item() * c.w[e, column, i].item() * scale
+            assert got[n, column].item() == pytest.approx(total, rel=1e-9)
+    assert got[c.padding].isnan().all()
+
+
+@pytest.mark.parametrize("scheme", SCALED_SCHEMES)
+def test_twin_is_near_the_product_before_rounding_to_fp8(scheme, seed):
+    c = case([5, 0, 9], 192, 320, scheme, "cpu", seed)
+    got = scaled_grouped_gemm_reference(*c.operands, None, *c.rows, scheme, torch.float64, precise=torch.float64)
+    want = torch.stack([c.raw_w[e].double() @ c.x[s].double() for s, e in zip(c.source, c.expert, strict=True)])
+    assert row_error(got[c.owned], want) < UNQUANTIZED
+
+
+@pytest.mark.parametrize("scheme", SCALED_SCHEMES)
+def test_twin_scales_before_the_bias_and_the_activation_and_quantizes_after(scheme, seed):
+    c = case([2, 3], 12, 20, scheme, "cpu", seed)
+    tail = (c.row_scale, "swiglu", 1.0, math.inf, scheme)
+    double = torch.float64
+    act, _ = scaled_grouped_gemm_act_reference(*c.operands, c.bias, *c.rows, *tail, double, False, precise=double)
+    plain = scaled_grouped_gemm_reference(*c.operands, None, *c.rows, scheme, double, precise=double)
+    for n, e in zip(c.owned.tolist(), c.expert.tolist(), strict=True):
+        z = plain[n] * c.row_scale[int(c.index[n])].double() + c.bias[e].double()
+        torch.testing.assert_close(act[n], naive.activation(z, "swiglu", 1.0, math.inf))
+    if scheme == "fp8_block":
+        values, scales = scaled_grouped_gemm_act_reference(
+            *c.operands, c.bias, *c.rows, *tail, torch.bfloat16, True, precise=double
+        )
+        want, want_scales = quantize_reference(act[c.owned], scheme)
+        assert torch.equal(values.view(torch.uint8)[c.owned], want.view(torch.uint8))
+        assert torch.equal(scales[c.owned], want_scales)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scheme", SCALED_SCHEMES)
+@pytest.mark.parametrize("counts", [[5, 0, 34, 1], [0, 0], [0, 1, 0]], ids=str)
+def test_kernel_agrees_with_float64_for_any_split_of_rows(counts, scheme, layout, device, seed):
+    n, d = 144, 160
+    if device == "cuda":
+        counts, n, d = [37 * count for count in counts], 1408, 1472
+    check_gemm(case(counts, n, d, scheme, device, seed, layout), bias=layout == "gathered")
+
+
+@pytest.mark.parametrize("scheme", SCALED_SCHEMES)
+@pytest.mark.parametrize("n, d", [(24, 40), (192, 80), (80, 192), (1, 1), (320, 300)])
+def test_no_size_has_to_be_a_multiple_of_a_block(n, d, scheme, device, seed):
+    counts = [5, 0, 34, 1] if device == "cpu" else [5, 0, 340, 1, 64, 129]
+    c = case(counts, n, d, scheme, device, seed)
+    check_gemm(c, bias=True)
+
+
+@pytest.mark.parametrize("scheme", SCALED_SCHEMES)
+def test_fp16_comes_out_with_its_own_precision(scheme, device, seed):
+    c = case([3, 6], 48, 64, scheme, device, seed)
+    c.a_scale[c.source] = torch.rand_like(c.a_scale[c.source]) + 0.5  # else past fp16's range
+    c.w_scale.copy_((torch.rand_like(c.w_scale) + 0.5) / 2048)
+    check_gemm(c, out=torch.float16)
+
+
+@pytest.mark.parametrize("width", [128, 192, 80, 40])
+@pytest.mark.parametrize("name", ["swiglu", "relu2"])
+@pytest.mark.parametrize("scheme", SCALED_SCHEMES)
+def test_fused_activation_and_its_quantization_at_any_width(scheme, name, width, device, seed):
+    """Where I is no multiple of 128, a block of weight scales holds the last gates and the first up projections."""
+    act = Activation(name)
+    counts = [3, 0, 17] if device == "cpu" else [5, 0, 340, 1, 64, 129]
+    if device == "cuda":
+        width *= 8
+    c = case(counts, width * (2 if act.gated else 1), 144, scheme, device, seed)
+    check_act(c, act, requantize=scheme == "fp8_block")
+    if scheme == "fp8_block":
+        check_act(c, act, requantize=False)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation_in_the_epilogue(name, device, seed):
+    act = Activation.named(name, limit=0.75 if name in ("swiglu_oai", "swiglu_clamped") else None)
+    c = case([4, 2], 64 if act.gated else 32, 32, "fp8_block", device, seed)
+    check_act(c, act, requantize=True)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+@pytest.mark.parametrize("scale", [False, True], ids=["plain", "scaled"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bias_router_weight_and_layout_are_independent(layout, scale, bias, device, seed):
+    c = case([4, 0, 7], 48, 32, "fp8_block", device, seed, layout)
+    check_act(c, Activation("swiglu"), True, bias=bias, scale=scale)
+
+
+@pytest.mark.parametrize("gathered", [False, True], ids=["in-place", "gathered"])
+@pytest.mark.parametrize("rows", [4, 20, 60, 100, 400])
+@pytest.mark.parametrize("scheme", SCALED_SCHEMES)
+def test_what_a_gpu_would_choose_is_right_for_few_rows_and_for_many(scheme, rows, gathered, device, seed, configure):
+    def choose(device, per_block, _, *args):
+        return scaled_config(device, per_block, rows, *args[:4], interpret=False)
+
+    configure(choose)
+    c = case([2, 0, 5], 272, 160, scheme, device, seed, "gathered" if gathered else "in-place")
+    check_gemm(c, bias=True)
+    check_act(c, Activation("swiglu"), requantize=scheme == "fp8_block")
+
+
+@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize("scheme", SCALED_SCHEMES)
+def test_pointers_and_descriptors_read_and_write_the_same(scheme, tma, device, seed, configure, monkeypatch):
+    config = ScaledConfig(16 if device == "cpu" else 128, 128, 2, 4, 2, tma_out=tma)
+    configure(lambda *args: config)
+    monkeypatch.setattr(_scaled_configs, "_has_tma", lambda device: tma)
+    check_gemm(case([5, 0, 34], 144, 160, scheme, device, seed, "in-place"), bias=True)
+
+
+@pytest.mark.parametrize("d", [128, 300, 512])
+@pytest.mark.parametrize("scheme", SCALED_SCHEMES)
+def test_steps_of_several_blocks_need_no_multiple_of_them(scheme, d, device, seed, configure):
+    configure(lambda *args: ScaledConfig(16, 128, 2, 4, 2, swap_ab=True, unroll=2))
+    check_gemm(case([5, 0, 20], 144, d, scheme, device, seed))
+
+
+def test_expected_rows_choose_a_configuration_and_never_a_result(device, seed, configure):
+    configure(lambda *args: scaled_config(*args[:7], interpret=False))
+    c = case([3, 0, 90], 128, 128, "fp8_block", device, seed, "batched")
+    chosen = set()
+    for expected_m in (1, 40, 10**6):
+        check_gemm(c, expected_m=expected_m)
+        share = min(-(-c.max_rows // 3), expected_m)
+        chosen.add(scaled_config(c.a.device, True, share, 128, 128, False, False, interpret=False))
+    assert len(chosen) > 1, "the hint changed nothing"
+
+
+def test_shapes_are_known_without_running(seed):
+    c = case([2, 3], 48, 160, "fp8_block", "cpu", seed)
+    meta = [t.to("meta") if isinstance(t, Tensor) else t for t in (*c.operands, c.bias, *c.rows)]
+    out = torch.ops.epmoe.scaled_grouped_gemm(*meta, "fp8_block", torch.float16)
+    assert out.shape == (c.max_rows, 48) and out.dtype == torch.float16
+    act, scale = torch.ops.epmoe.scaled_grouped_gemm_act(
+        *meta, None, "swiglu", 1.0, math.inf, "fp8_block", torch.float16, True
+    )
+    assert act.shape == (c.max_rows, 24) and act.dtype == torch.float8_e4m3fn and scale.shape == (c.max_rows, 1)
+
+
+def test_what_does_not_fit_is_named(seed):
+    c = case([2, 3], 48, 160, "fp8_block", "cpu", seed)
+    good = {
+        "a": c.a, "a_scale": c.a_scale, "w": c.w, "w_scale": c.w_scale, "bias": c.bias, "row_start": c.segments[0],
+        "row_end": c.segments[1], "row_index": c.index, "index_divisor": 3, "max_rows": c.max_rows,
+        "scheme": "fp8_block", "out_dtype": torch.bfloat16,
+    }  # fmt: skip
+    for change, message in [
+        ({"scheme": "int8_row"}, "scheme='int8_row'"),
+        ({"a": c.a.float()}, "a is torch.float32"),
+        ({"w": c.w[:, :, :80]}, "w has shape"),
+        ({"a_scale": c.a_scale[:, :1]}, "a_scale is torch.float32"),
+        ({"a_scale": c.a_scale.double()}, "a_scale is torch.float64"),
+        ({"w_scale": c.w_scale[:, :, :1]}, "w_scale is torch.float32"),
+        ({"w_scale": c.w_scale.transpose(0, 2).contiguous().transpose(0, 2)}, "w_scale is .* with strides"),
+        ({"bias": c.bias[:, :3]}, "bias is"),
+        ({"row_end": c.segments[1][:1]}, "row_start has 2 entries"),
+        ({"row_index": c.index.long()}, "row_index is torch.int64"),
+        ({"index_divisor": 0}, "index_divisor=0"),
+        ({"out_dtype": torch.float32}, "out_dtype=torch.float32"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            scaled_grouped_gemm(**(good | change))
+    rows = case([2, 3], 48, 160, "fp8_row", "cpu", seed)
+    tail = (None, "swiglu", 1.0, math.inf, "fp8_row", torch.bfloat16, True)
+    with pytest.raises(ValueError, match="requantize=True with scheme='fp8_row'"):
+        scaled_grouped_gemm_act(*rows.operands, None, *rows.rows, *tail)
