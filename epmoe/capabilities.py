@@ -7,16 +7,19 @@ words, `epmoe doctor --capabilities` prints the table, and the tests walk throug
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from epmoe.dispatch import DISPATCHERS
 from epmoe.dispatch.base import Dispatcher
-from epmoe.experts import EXPERTS
+from epmoe.experts import EXPERTS, QUANTIZED_EXPERTS
 from epmoe.experts.base import Experts
 
 LAYOUTS = ("standard", "batched")
+KINDS: Mapping[str, type[Experts]] = EXPERTS | QUANTIZED_EXPERTS
+"""Every kind of experts, by name."""
 
 
 def refusal(dispatcher: Dispatcher | type[Dispatcher], experts: Experts | type[Experts], layout: str) -> str | None:
@@ -49,7 +52,7 @@ def combinations() -> list[Combination]:
     return [
         Combination(d.name, e.name, layout, refusal(d, e, layout))
         for d in DISPATCHERS.values()
-        for e in EXPERTS.values()
+        for e in KINDS.values()
         for layout in LAYOUTS
     ]
 
@@ -66,13 +69,14 @@ def experts_table() -> list[dict[str, Any]]:
             "experts": e.name,
             "layouts": e.layouts,
             "weight_and_reduce": tuple(e.weight_and_reduce[layout] for layout in e.layouts),
+            "weight_schemes": tuple(scheme or "none" for scheme in e.schemes),
             "row_schemes": tuple(scheme or "none" for scheme in e.row_schemes),
             "autograd": e.autograd,
             "cuda_graph": e.cuda_graph,
             "monolithic": e.monolithic,
             "lora": e.lora,
         }
-        for e in EXPERTS.values()
+        for e in KINDS.values()
     ]
 
 

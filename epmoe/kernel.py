@@ -57,7 +57,8 @@ class MoEKernel:
         expert_capacity: C of the batched layout, places per expert on this rank; None: room for every row.
         overflow: what happens past the capacity: `raise`, `chunk` or `drop`; see `Overflow`.
         chunk_tokens: compute at most this many received rows at a time, for less memory; None: all at once. Outputs
-            of our kernels are the same to the bit; in training, autograd adds the parts' weight gradients in the
+            of our kernels are the same to the bit (but for decoding batches of up to 64 pairs, whose sums may be split
+            where all are at once); in training, autograd adds the parts' weight gradients in the
             weights' dtype, so many small parts in bf16 cost precision there.
         shared_experts_order: compute them `before` dispatch, `during` combine, `after` it, or `auto`: during, if the
             dispatcher moves rows asynchronously.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from epmoe import EPGroup, MoEConfig, MoEKernel, MoELayer, RouterConfig, route
-from epmoe.capabilities import LAYOUTS, combinations
+from epmoe.capabilities import KINDS, LAYOUTS, combinations
 from epmoe.comm.workspace import Part, Workspace
 from epmoe.dispatch import DISPATCHERS
 from epmoe.dispatch.base import Dispatcher, DispatcherCapabilities, ExpertInput, Pending
@@ -350,15 +350,15 @@ def test_every_asynchronous_dispatcher_has_hooks_that_change_nothing(seed: int) 
 def test_every_combination_works_or_is_refused_with_a_reason_and_a_way_out() -> None:
     kernel, _ = local_kernel("reference", "standard")
     d = kernel.dispatcher
-    assert len(combinations()) == len(DISPATCHERS) * len(EXPERTS) * len(LAYOUTS)
+    assert len(combinations()) == len(DISPATCHERS) * len(KINDS) * len(LAYOUTS)
     refused = 0
     for dispatcher, experts, layout, reason in combinations():
         parts = object.__new__(DISPATCHERS[dispatcher])  # no process group: only its declarations are asked
         Dispatcher.__init__(parts, None, d.owner, d.expert_map, d.num_local, layer="blocks.1")
         spec = kernel.experts.spec
-        if None not in EXPERTS[experts].schemes:
+        if None not in KINDS[experts].schemes:
             spec = dataclasses.replace(spec, dtype=torch.bfloat16, scheme="fp8_block")
-        made = EXPERTS[experts](spec)
+        made = KINDS[experts](spec)
         if reason is None:
             MoEKernel(parts, made, layout=layout)
             continue
@@ -371,7 +371,7 @@ def test_every_combination_works_or_is_refused_with_a_reason_and_a_way_out() -> 
 
 
 def test_experts_declare_what_they_are() -> None:
-    for name, cls in EXPERTS.items():
+    for name, cls in KINDS.items():
         assert issubclass(cls, Experts) and set(cls.layouts) <= set(LAYOUTS), name
         assert all(layout in cls.weight_and_reduce for layout in cls.layouts), name
         assert set(cls.row_schemes) <= {None, *ROW_SCHEMES}, name

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from epmoe import (
-    EXPERTS,
     Activation,
     EPGroup,
     ExpertPlacement,
@@ -20,7 +19,7 @@ from epmoe import (
     make_dispatcher,
     select_experts,
 )
-from epmoe.capabilities import combinations
+from epmoe.capabilities import KINDS, combinations
 from epmoe.dispatch.base import Pending
 from epmoe.testing import RankFailed, poisoned_empty, run_ranks
 from tests import naive
@@ -29,7 +28,7 @@ E, K, H, I, CAP = 7, 2, 16, 24, 9
 COMBINATIONS = [  # monolithic experts take logits, those of a scheme other weights: each has tests of its own
     (c.dispatcher, c.experts, c.layout)
     for c in combinations()
-    if c.refusal is None and not EXPERTS[c.experts].monolithic and None in EXPERTS[c.experts].schemes
+    if c.refusal is None and not KINDS[c.experts].monolithic and None in KINDS[c.experts].schemes
 ]
 SITUATIONS = ["a rank without tokens", "one token each", "all to one rank", "no experts at all", "uneven"]
 

@@ -84,10 +84,10 @@ def expected_rows(max_rows: int, num_local: int, expected_m: int | None) -> int:
     Args:
         max_rows: rows of the whole buffer, L · C in the batched-experts layout.
         num_local: L.
-        expected_m: the caller's (M·R·K + E) // E, or None for max_rows / L. The counts themselves are on the device.
+        expected_m: the caller's (M·R·K + E) // E, or None for max_rows / L. It counts alone, so that parts of a batch
+            are computed as the whole would be. The counts themselves are on the device.
     """
-    share = cdiv(max_rows, num_local)
-    return max(1, share if expected_m is None else min(expected_m, share))
+    return max(1, cdiv(max_rows, num_local) if expected_m is None else expected_m)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -127,7 +127,7 @@ def few_rows_plan(
         config = few_rows_config(device, expected, min(L, max_rows), n, d, gated)
     if config is None:
         return None
-    if max_rows > SPLIT_ROWS:
+    if max_rows > SPLIT_ROWS or expected_m is not None:  # parts of a batch are summed as the whole would be
         config = dataclasses.replace(config, split=1)
     gated = gated and config.split == 1  # parts of sums have no activation
     parts = 2 if gated else 1

@@ -10,9 +10,9 @@ import typer
 from typer.testing import CliRunner
 
 import epmoe
+from epmoe.capabilities import KINDS
 from epmoe.cli.main import app
 from epmoe.dispatch import DISPATCHERS
-from epmoe.experts import EXPERTS
 
 
 def run(*args: str) -> tuple[int, str]:
@@ -63,9 +63,9 @@ def test_capabilities_are_printed_without_trying_anything_and_as_json(monkeypatc
     tables = json.loads(printed)
     assert code == 0
     assert {row["dispatcher"] for row in tables["dispatchers"]} == set(DISPATCHERS)
-    assert {row["experts"] for row in tables["experts"]} == set(EXPERTS)
+    assert {row["experts"] for row in tables["experts"]} == set(KINDS)
     assert any(pair["refusal"] for pair in tables["combinations"])
     monkeypatch.setenv("COLUMNS", "200")
     _, text = run("doctor", "--capabilities")
-    for name in (*DISPATCHERS, *EXPERTS, "works together", "refused", "choose a pair that fits"):
+    for name in (*DISPATCHERS, *KINDS, "works together", "refused", "choose a pair that fits"):
         assert name in text

@@ -232,9 +232,11 @@ def test_expected_rows_choose_a_configuration_and_never_a_result(layout, device,
     assert len(chosen) > 1, "the hint changed nothing"
 
 
-def test_expected_rows_are_the_hint_where_it_says_less_than_the_buffer():
+def test_expected_rows_are_the_hint_whatever_the_buffer_holds():
     assert _configs.expected_rows(0, 4, None) == 1 and _configs.expected_rows(400, 4, None) == 100
-    assert _configs.expected_rows(400, 4, 7) == 7 and _configs.expected_rows(400, 4, 10**6) == 100
+    assert _configs.expected_rows(400, 4, 7) == 7 and _configs.expected_rows(0, 4, 0) == 1
+    whole = _configs.expected_rows(400, 4, None)
+    assert all(_configs.expected_rows(rows, 4, whole) == whole for rows in (400, 120, 8))  # parts as the whole
 
 
 @pytest.mark.parametrize("transpose", [False, True], ids=["w", "wT"])
