@@ -58,8 +58,8 @@ class MoEKernel:
         overflow: what happens past the capacity: `raise`, `chunk` or `drop`; see `Overflow`.
         chunk_tokens: compute at most this many received rows at a time, for less memory; None: all at once. Outputs
             of our kernels are the same to the bit (but for decoding batches of up to 64 pairs, whose sums may be split
-            where all are at once); in training, autograd adds the parts' weight gradients in the
-            weights' dtype, so many small parts in bf16 cost precision there.
+            where all are at once); in training, autograd adds the parts' weight gradients in the weights' dtype, so
+            many small parts in bf16 cost precision there.
         shared_experts_order: compute them `before` dispatch, `during` combine, `after` it, or `auto`: during, if the
             dispatcher moves rows asynchronously.
         workspace: scratch for forwards without gradients. None: the group's, which all its layers share; without a
@@ -166,10 +166,13 @@ class MoEKernel:
         if self.experts.monolithic:
             raise ValueError(f"experts={self.experts.name!r} route by themselves: call from_logits(x, logits, ...)")
         self.experts.check_lora(weights.lora, adapter_ids is not None)  # before rows move: on all ranks or on none
-        if torch.compiler.is_compiling() and (self.validate or self.chunk_tokens is not None):
-            raise ValueError(
-                "validate and chunk_tokens ask the host about sizes, which a compiled graph can't: unset them"
-            )
+        if torch.compiler.is_compiling():
+            unknown = self.chunk_tokens is not None and self.dispatcher.capabilities.host_sync
+            if self.validate or unknown:
+                name = "validate" if self.validate else "chunk_tokens"
+                raise ValueError(
+                    f"{name} in a compiled graph, which can't look at values or at sizes the routing decides: unset it"
+                )
         if self.validate:
             validate_routing(topk_ids, topk_weights, self.dispatcher.owner.shape[0])
             if adapter_ids is not None:

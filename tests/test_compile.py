@@ -7,6 +7,7 @@ import torch
 
 from epmoe import EPGroup, MoEConfig, MoELayer
 from epmoe.testing import run_ranks
+from tests.test_kernel import batch_of, make_kernel
 
 
 class Model(torch.nn.Module):
@@ -53,6 +54,26 @@ def test_one_rank_compiles_to_one_graph_with_inductor(seed: int) -> None:
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
 def test_two_ranks_compile_to_one_graph(dispatcher: str, seed: int) -> None:
     run_ranks(compare, 2, args=(seed, dispatcher, "aot_eager", "cpu", True), timeout=120)
+
+
+def compiled_arguments(rank: int, world: int, seed: int) -> list[bool]:
+    """A compiled kernel with a destination and rows quantized on the way, against an eager one."""
+    kernel, weights = make_kernel(
+        rank, world, "all_to_all", "grouped", "standard", EPGroup(), dispatch_scheme="fp8_row"
+    )
+    x, ids, p = batch_of(rank, world, "uneven", seed)
+
+    def into(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return kernel(x, ids, p, weights, out=out).routed
+
+    with torch.no_grad():
+        want, out = kernel(x, ids, p, weights).routed, torch.full_like(x, float("nan"))
+        given = torch.compile(into, backend="aot_eager", fullgraph=True)(x, out)
+    return [torch.allclose(out, want, rtol=1e-4, atol=1e-5), torch.allclose(given, want, rtol=1e-4, atol=1e-5)]
+
+
+def test_a_compiled_kernel_writes_where_it_is_told_and_sends_quantized_rows(seed: int) -> None:
+    assert run_ranks(compiled_arguments, 2, args=(seed,), timeout=120) == [[True, True]] * 2
 
 
 @pytest.mark.gpu
