@@ -148,7 +148,8 @@ class Experts(ABC):
         if spec.scheme not in cls.schemes:
             kinds = (repr(kind.name) for kind in Experts.__subclasses__() if spec.scheme in kind.schemes)
             takes = " or ".join(map(repr, cls.schemes))
-            return f"weights of scheme={spec.scheme!r}: takes {takes}; use experts={' or '.join(kinds) or 'none'}"
+            are = "are not quantized" if spec.scheme is None else f"are of scheme={spec.scheme!r}"
+            return f"the weights {are}, these take {takes}; use experts={' or '.join(kinds) or 'none'}"
         return cls.refusal(spec)
 
     @classmethod

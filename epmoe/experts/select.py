@@ -92,9 +92,9 @@ def select_experts(spec: ExpertsSpec, requested: str = "auto", layout: str = "st
     if requested != "auto":
         if requested not in kinds:
             other = (EXPERTS | QUANTIZED_EXPERTS).get(requested)
-            takes = "" if other is None else f" takes {' or '.join(other.layouts)} rows and these are {layout}"
             if other is not None and spec.scheme not in other.schemes:
-                takes = f": {other.reason_against(spec)};"
+                raise ValueError(f"experts={requested!r}: {other.reason_against(spec)}")
+            takes = "" if other is None else f" takes {' or '.join(other.layouts)} rows and these are {layout}"
             raise ValueError(f"experts={requested!r}{takes}: must be auto, " + ", ".join(kinds))
         chosen, why = requested, "asked for by name"
     else:

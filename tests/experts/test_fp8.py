@@ -314,9 +314,9 @@ def test_selection_by_scheme_says_who_was_passed_over_and_why(scheme):
         selection = select_experts(on_gpu, layout=layout)
         assert selection.experts.name == "reference"
         assert dict(selection.passed_over)["grouped_fp8"].startswith("dtype=torch.float32")
-    with pytest.raises(ValueError, match=f"experts='grouped': weights of scheme='{scheme}'.*grouped_fp8"):
+    with pytest.raises(ValueError, match=f"experts='grouped': the weights are of scheme='{scheme}'.*grouped_fp8"):
         select_experts(spec, "grouped")
-    with pytest.raises(ValueError, match=r"experts='grouped_fp8': weights of scheme=None: .*'grouped'"):
+    with pytest.raises(ValueError, match=r"experts='grouped_fp8': the weights are not quantized.*'grouped'"):
         select_experts(dataclasses.replace(spec, scheme=None), "grouped_fp8")
     with pytest.raises(ValueError, match="no LoRA adapters here"):
         select_experts(dataclasses.replace(spec, lora=True), "grouped_fp8")
