@@ -306,11 +306,15 @@ def as_routing(
 
 
 def validate_routing(topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int) -> None:
-    """Raise ValueError naming the first id outside [-1, E) or weight that is not finite. Waits for the device."""
+    """Raise ValueError naming the first id outside [-1, E) or weight that is not finite. Waits for the device.
+
+    The weight of an id of -1 is never read: it may be anything.
+    """
     bad_ids = (topk_ids < -1) | (topk_ids >= num_experts)
+    bad_weights = ~topk_weights.isfinite() & (topk_ids != -1)
     for name, tensor, bad, right in (
         ("topk_ids", topk_ids, bad_ids, f"in [0, num_experts={num_experts}), or -1 for no expert"),
-        ("topk_weights", topk_weights, ~topk_weights.isfinite(), "finite"),
+        ("topk_weights", topk_weights, bad_weights, "finite"),
     ):
         if bad.any():
             at = bad.nonzero()[0].tolist()

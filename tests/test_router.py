@@ -575,6 +575,7 @@ def test_a_wild_int64_id_does_not_wrap_into_a_valid_one():
 def test_validate_routing_accepts_what_is_right():
     validate_routing(torch.tensor([[0, -1], [2, 1]]), torch.ones(2, 2), 3)
     validate_routing(torch.empty(0, 2, dtype=torch.int32), torch.empty(0, 2), 3)
+    validate_routing(torch.tensor([[0, -1]]), torch.tensor([[1.0, NAN]]), 3)  # nobody reads that weight
 
 
 IDS, ONES, SOFTMAX = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1), RouterConfig()
