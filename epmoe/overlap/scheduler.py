@@ -38,7 +38,7 @@ class Whole:
 class MinTokens:
     """Below so many tokens over all ranks a batch runs unsplit: there is too little to hide behind.
 
-    The defaults are where splitting a Qwen3-30B-like layer stops to pay on two H200.
+    The defaults are cautious guesses: where splitting begins to pay depends on the model and the links, so measure.
     """
 
     prefill: int = 4096
