@@ -10,6 +10,8 @@ long as all ranks take the same order.
 
 Two profiles of one protocol, chosen by the capacity: `latency` for decoding, `throughput` for many tokens.
 
+It has run between CPU processes only and is in no registry yet: `make_dispatcher` does not offer it.
+
 M tokens on this rank, C = max_tokens_per_rank, R ranks, K experts per token, T = R·C rows.
 """
 

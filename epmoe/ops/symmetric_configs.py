@@ -8,7 +8,7 @@ Two profiles. *latency*: as many programs as there are pieces of work, small pie
 that walk through whole rows, senders and takers side by side, so that the link is busy in both directions from start to
 end and what has come is still in L2 when it is taken up. They differ in nothing that peers could notice.
 
-Figures behind the choices: two H200 over NVLink, triton 3.6.
+The sizes are first choices and have not been measured yet.
 """
 
 from __future__ import annotations
