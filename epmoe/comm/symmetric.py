@@ -22,7 +22,6 @@ import socket
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -339,8 +338,3 @@ def channel_for(ep: EPGroup, half_bytes: int, words: bool) -> Channel:
     made = Channel(ep, half_bytes, words)
     ep.channels.append(made)
     return made
-
-
-def warn_unreachable(why: str) -> None:
-    """Says once why rows take another way."""
-    warnings.warn(f"dispatcher='auto': no symmetric memory ({why}); rows move by all_to_all", stacklevel=3)
