@@ -30,7 +30,7 @@ from epmoe.experts.lora import validate_adapters
 from epmoe.memory import plan_forward
 from epmoe.overlap.microbatch import current_microbatch
 from epmoe.quant.rows import QuantizedRows, scales_per_row
-from epmoe.router import route, validate_routing
+from epmoe.router import route, saturated_ids, validate_routing
 
 SHARED_EXPERTS_ORDERS = ("auto", "before", "during", "after")
 
@@ -267,11 +267,7 @@ class MoEKernel:
         )
 
     def _ids_as_wanted(self, topk_ids: Tensor) -> Tensor:
-        wanted = self.dispatcher.capabilities.topk_ids_dtype
-        if topk_ids.dtype != torch.int64 or wanted != torch.int32:
-            return topk_ids
-        limits = torch.iinfo(torch.int32)  # saturate: a wild id must not wrap around into a valid one
-        return topk_ids.clamp(limits.min, limits.max).to(torch.int32)
+        return saturated_ids(topk_ids) if self.dispatcher.capabilities.topk_ids_dtype == torch.int32 else topk_ids
 
     def _destination(
         self, x: Tensor | QuantizedRows, out: Tensor | None, inplace: bool, weights: ExpertWeights, p: Tensor

@@ -384,10 +384,16 @@ def _int32_ids(topk_ids: torch.Tensor, num_tokens: int, top_k: int) -> torch.Ten
     _require(shape == want, f"topk_ids has shape {shape}: must be [M, K] = {want}")
     integer = topk_ids.dtype in (torch.int32, torch.int64)
     _require(integer, f"topk_ids has dtype {topk_ids.dtype}: must be int32 or int64")
-    if topk_ids.dtype == torch.int64:
-        limits = torch.iinfo(torch.int32)  # saturate: a wild id must not wrap around into a valid one
-        topk_ids = topk_ids.clamp(limits.min, limits.max).to(torch.int32)
-    return topk_ids
+    return saturated_ids(topk_ids)
+
+
+def saturated_ids(topk_ids: torch.Tensor) -> torch.Tensor:
+    """int64 ids as int32, out of range at the ends: a wild id must not wrap around into a valid one. Others as they
+    are."""
+    if topk_ids.dtype != torch.int64:
+        return topk_ids
+    limits = torch.iinfo(torch.int32)
+    return topk_ids.clamp(limits.min, limits.max).to(torch.int32)
 
 
 def _check_sizes(config: RouterConfig, num_experts: int, top_k: int) -> None:

@@ -90,6 +90,15 @@ def expected_rows(max_rows: int, num_local: int, expected_m: int | None) -> int:
     return max(1, cdiv(max_rows, num_local) if expected_m is None else expected_m)
 
 
+def most_row_tiles(max_rows: int, num_local: int, block_m: int, expected_m: int | None) -> int:
+    """Row tiles that a launch starts programs for: as many as there could be, or twice what `expected_m` says; where
+    there are more, programs walk on."""
+    tiles = max_rows // block_m + min(num_local, max_rows)
+    if expected_m is None:
+        return tiles
+    return min(tiles, num_local * (2 * expected_rows(max_rows, num_local, expected_m) // block_m + 1))
+
+
 @functools.lru_cache(maxsize=4096)
 def gemm_config(
     device: torch.device,

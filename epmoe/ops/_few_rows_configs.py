@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from epmoe.ops._configs import _has_roomy_sms, _has_tma, _num_sms, expected_rows, num_programs
+from epmoe.ops._configs import _has_roomy_sms, _has_tma, _num_sms, expected_rows, most_row_tiles, num_programs
 from epmoe.ops._dependent_launch import dependent_launch
 from epmoe.ops._triton import INTERPRET, cdiv, next_power_of_2
 from epmoe.tuning.store import lookup
@@ -142,9 +142,7 @@ def few_rows_plan(
             [strides[0] if parts == 1 else w_rows // parts * strides[1], strides[1], 1],
             [1 if transpose or paired else parts, *block],
         )
-    row_tiles = max_rows // config.block_t + min(L, max_rows)
-    if expected_m is not None:  # no program for each tile that could be: they walk on where there are more
-        row_tiles = min(row_tiles, L * (2 * expected // config.block_t + 1))
+    row_tiles = most_row_tiles(max_rows, L, config.block_t, expected_m)
     items = row_tiles * cdiv(n // parts, config.block_w // parts) * config.split
     launch = dependent_launch(device)
     block_l = max(32, next_power_of_2(L))

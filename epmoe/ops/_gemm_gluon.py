@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from epmoe.ops._configs import chosen_gemm_config, expected_rows, num_programs, ragged_rows
+from epmoe.ops._configs import chosen_gemm_config, expected_rows, most_row_tiles, num_programs, ragged_rows
 from epmoe.ops._descriptors import unchecked_descriptor
 from epmoe.ops._triton import cdiv, next_power_of_2, on_device_of
 from epmoe.ops.activation import is_gated
@@ -160,9 +160,7 @@ def launch_gluon(
     saved = None
     if preact is not None:
         saved = unchecked_descriptor(kind, preact, *plan.preact[:3], layout=plan.preact[3])
-    row_tiles = max_rows // 256 + min(L, max_rows)
-    if expected_m is not None:  # no program for each tile that could be: they walk on where there are more
-        row_tiles = min(row_tiles, L * (2 * expected // 256 + 1))
+    row_tiles = most_row_tiles(max_rows, L, 256, expected_m)
     with on_device_of(a):
         _kernel()[(num_programs(a.device, 1, row_tiles * plan.column_tiles),)](
             a,

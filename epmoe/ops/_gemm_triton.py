@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from epmoe.ops._configs import expected_rows, gemm_plan, num_programs
+from epmoe.ops._configs import expected_rows, gemm_plan, most_row_tiles, num_programs
 from epmoe.ops._descriptors import unchecked_descriptor
 from epmoe.ops._triton import TensorDescriptor, cast_from_float32, dot_accumulate, jit, on_device_of, tl
 from epmoe.ops.activation import activate_and_slopes, is_gated
@@ -203,9 +203,7 @@ def launch_triton(
         weights = unchecked_descriptor(TensorDescriptor, w, *plan.w_descriptor)
     if plan.out_descriptor is not None:
         to_rows = unchecked_descriptor(TensorDescriptor, out, *plan.out_descriptor)
-    row_tiles = max_rows // config.block_m + min(L, max_rows)
-    if expected_m is not None:  # no program for each tile that could be: they walk on where there are more
-        row_tiles = min(row_tiles, L * (2 * expected // config.block_m + 1))
+    row_tiles = most_row_tiles(max_rows, L, config.block_m, expected_m)
     with on_device_of(a):
         _grouped_gemm_kernel[(num_programs(a.device, config.programs_per_sm, row_tiles * plan.column_tiles),)](
             from_rows,

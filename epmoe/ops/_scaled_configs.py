@@ -109,16 +109,6 @@ def runs_gluon(device: torch.device) -> bool:
     return triton.__version__.startswith(("3.6.", "3.7."))
 
 
-def ragged_rows(out: Tensor, block: list[int]) -> tuple[list[int], list[int], list[int]]:
-    """Shape, strides and block of a descriptor of `out [rows, width]` that clips a tile of rows wherever one says.
-
-    Two dimensions more, whose strides cancel to 2**64 and so to nothing, move the end of the third: a tile stored at
-    (2**30, end, 2**30 - end + row, column) begins at `row` and ends before `end`.
-    """
-    stride, width = out.stride(0), out.shape[1]
-    return [0x7FFF0000, 0x7FFF0000, 1 << 30, width], [(1 << 34) - stride, stride, stride, 1], [1, 1, *block]
-
-
 class ScaledPlan(NamedTuple):
     """What a launch takes from shapes alone: found once for each, so that a call costs the host little."""
 

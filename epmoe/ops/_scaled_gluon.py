@@ -30,9 +30,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from epmoe.ops._configs import num_programs
+from epmoe.ops._configs import most_row_tiles, num_programs, ragged_rows
 from epmoe.ops._dependent_launch import dependent_launch, let_next_start, wait_for_previous
-from epmoe.ops._scaled_configs import ScaledConfig, ragged_rows
+from epmoe.ops._scaled_configs import ScaledConfig
 from epmoe.ops._scaled_gluon_tiles import count_tiles, find_tile, next_stage, rounds_of, turn
 from epmoe.ops._triton import cdiv, next_power_of_2
 from epmoe.ops.activation import activate_and_slopes
@@ -379,10 +379,10 @@ def launch(
 ) -> None:
     """Launches the kernel on operands that `can_take` allows, on the current device."""
     L, n, d = w.shape
-    shape, strides, block = ragged_rows(out, [64, 64])
+    shape, strides, block = ragged_rows(out.shape[1], [64, 64])
     block_m, ring = config.block_m, SHAPES[config.block_m]
     column_tiles = cdiv(out.shape[1], 128 if gated else 256)
-    row_tiles = out.shape[0] // block_m + min(L, out.shape[0])
+    row_tiles = most_row_tiles(out.shape[0], L, block_m, None)
     # where reading weights is all that costs, the next kernel's start is worth having
     dependent = dependent_launch(a.device) if block_m == 64 else {"DEPENDENT": False}
     scaled_gemm_gluon_kernel[(num_programs(a.device, 1, row_tiles * column_tiles),)](

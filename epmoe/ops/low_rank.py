@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epmoe.ops._configs import expected_rows, num_programs
+from epmoe.ops._configs import expected_rows, most_row_tiles, num_programs
 from epmoe.ops._low_rank_configs import low_rank_config
 from epmoe.ops._segments import check_segments, segment_slices
 from epmoe.ops._triton import (
@@ -162,9 +162,7 @@ def _launch(
     gated = activation != PLAIN and is_gated(activation, alpha, limit)
     expected = expected_rows(rows, segments, expected_m)
     config = low_rank_config(expected, rank, gated)
-    row_tiles = rows // config.block_m + min(segments, rows)
-    if expected_m is not None:  # no program for each tile that could be: they walk on where there are more
-        row_tiles = min(row_tiles, segments * (2 * expected // config.block_m + 1))
+    row_tiles = most_row_tiles(rows, segments, config.block_m, expected_m)
     tiles = row_tiles * cdiv(n // 2 if gated else n, config.block_n)
     with on_device_of(out):
         _add_low_rank_kernel[(num_programs(out.device, config.programs_per_sm, tiles),)](

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epmoe.ops._configs import expected_rows, num_programs
-from epmoe.ops._scaled_configs import FP8, ragged_rows, row_descriptor, runs_gluon, scaled_plan
+from epmoe.ops._configs import expected_rows, most_row_tiles, num_programs, ragged_rows
+from epmoe.ops._scaled_configs import FP8, row_descriptor, runs_gluon, scaled_plan
 from epmoe.ops._scaled_triton import scaled_gemm_kernel
 from epmoe.ops._segments import check_segments, segment_slices
 from epmoe.ops._triton import TensorDescriptor, cdiv, check_flat, on_device_of, op, unit_stride, use_triton
@@ -81,12 +81,10 @@ def _launch(
                 operands = (a, a_scale, w, w_scale, bias, *rows, out, out_scale)
                 gluon.launch(*operands, activation, alpha, limit, gated, index_divisor, config)
                 return
-        row_tiles = max_rows // config.block_m + min(L, max_rows)
-        if expected_m is not None:  # no program for each tile that could be: they walk on where there are more
-            row_tiles = min(row_tiles, L * (2 * expected // config.block_m + 1))
+        row_tiles = most_row_tiles(max_rows, L, config.block_m, expected_m)
         target: Any = out
         if plan.out_block is not None:
-            target = TensorDescriptor(out, *ragged_rows(out, plan.out_block))
+            target = TensorDescriptor(out, *ragged_rows(out.shape[1], plan.out_block))
         scaled_gemm_kernel[(num_programs(a.device, config.programs_per_sm, row_tiles * plan.column_tiles),)](
             row_descriptor(a, config.block_m) if plan.a_tma else a,
             a_scale,

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._C import _autograd
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
@@ -187,8 +186,3 @@ def current_microbatch() -> Microbatch | None:
         return None
     running = greenlet.getcurrent()
     return running if isinstance(running, Microbatch) else None
-
-
-def rows_of(value: Any) -> int | None:
-    """Entries of the first dimension of a tensor that has one."""
-    return value.shape[0] if isinstance(value, Tensor) and value.dim() > 0 else None

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from epmoe.comm import EPGroup
-from epmoe.overlap.microbatch import HAVE_GREENLET, Microbatch, ThreadState, current_microbatch, rows_of
+from epmoe.overlap.microbatch import HAVE_GREENLET, Microbatch, ThreadState, current_microbatch
 
 Phase = Literal["prefill", "decode"]
 _CLEANUP_YIELDS = 8  # how often a microbatch may yield in its cleanup
@@ -92,7 +92,7 @@ def run_microbatched(
     if phase not in get_args(Phase):
         raise ValueError(f"phase={phase!r}: must be {' or '.join(get_args(Phase))}")
     leaves, spec = pytree.tree_flatten(inputs)
-    first = next((leaf for leaf in leaves if rows_of(leaf) is not None), None)
+    first = next((leaf for leaf in leaves if _rows_of(leaf) is not None), None)
     if first is None:
         raise ValueError("no input is a tensor with a batch dimension: there is nothing to split")
     batch = first.shape[0]
@@ -104,13 +104,18 @@ def run_microbatched(
 
     parts: list[list[Any]] = [[] for _ in sizes]
     for leaf in leaves:
-        pieces = leaf.split(sizes) if rows_of(leaf) == batch else [_bare(leaf)] * len(sizes)
+        pieces = leaf.split(sizes) if _rows_of(leaf) == batch else [_bare(leaf)] * len(sizes)
         for part, piece in zip(parts, pieces, strict=True):
             part.append(piece)
     arguments = [pytree.tree_unflatten(part, spec) for part in parts]
     own_generators = torch.is_grad_enabled() if randomness is None else randomness
     results = _run(fn, arguments, first.device, interleave, own_generators)
     return (merge or concatenate)(results)
+
+
+def _rows_of(value: Any) -> int | None:
+    """Entries of the first dimension of a tensor that has one."""
+    return value.shape[0] if isinstance(value, Tensor) and value.dim() > 0 else None
 
 
 def _bare(leaf: Any) -> Any:
