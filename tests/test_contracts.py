@@ -1,4 +1,4 @@
-"""What the parts of `MoEKernel` promise each other: reduction strategies, dispatch arguments, workspaces, hooks."""
+"""What callers of `MoEKernel` may pass, what they get, and what is refused: dispatch arguments, destinations, hooks."""
 
 from __future__ import annotations
 
@@ -9,82 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from epmoe import EPGroup, MoEConfig, MoEKernel, MoELayer, RouterConfig, route
-from epmoe.capabilities import KINDS, LAYOUTS, combinations
-from epmoe.comm.workspace import Part, Workspace
+from epmoe import EPGroup, MoEKernel
+from epmoe.capabilities import LAYOUTS
+from epmoe.comm.workspace import Workspace
 from epmoe.dispatch import DISPATCHERS
 from epmoe.dispatch.base import Dispatcher, DispatcherCapabilities, ExpertInput, Pending
 from epmoe.dispatch.local import LocalDispatcher
-from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
-from epmoe.experts import EXPERTS, QUANTIZED_EXPERTS, ExpertWeights
-from epmoe.experts.base import Experts
+from epmoe.dispatch.reduce import ExpertOutput
+from epmoe.experts import QUANTIZED_EXPERTS, ExpertWeights
 from epmoe.kernel import split
 from epmoe.quant.rows import ROW_SCHEMES, dequantize_rows, quantize_rows
 from epmoe.quant.weights import quantize_weights
 from epmoe.testing import poisoned_empty, run_ranks
-from tests.test_kernel import E, H, K, batch_of, local_kernel, make_kernel
-
-# ---- weight and reduce
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("on_input", [False, True])
-def test_every_experts_output_reduces_to_what_calling_them_gives(layout: str, on_input: bool, seed: int) -> None:
-    for name, cls in EXPERTS.items():
-        if layout not in cls.layouts or cls.monolithic or None not in cls.schemes:
-            continue
-        kernel, weights = local_kernel(name, layout)
-        spec = dataclasses.replace(kernel.experts.spec, weight_on_input=on_input)
-        experts = cls(spec)
-        batch = batch_of(0, 1, "uneven", seed)
-        joined = MoEKernel(kernel.dispatcher, experts, layout=layout)
-        want = MoEKernel(kernel.dispatcher, EXPERTS["reference"](spec))(*batch, weights).routed
-        for grad in (True, False):
-            with torch.set_grad_enabled(grad), poisoned_empty():
-                assert relative(joined(*batch, weights).routed, want) < 1e-5, (name, grad)
-
-
-def relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.detach().double() - want.detach().double()).norm() / want.detach().double().norm())
-
-
-class SummingDispatcher(LocalDispatcher):
-    """A local dispatcher that weights and sums by itself, and remembers what it was asked to."""
-
-    name = "local"
-    capabilities = DispatcherCapabilities(exact_pairs=True, reduces=True)
-
-    def combine_async(self, rows: Any, handle: Any, *, out: torch.Tensor | None = None) -> Pending[torch.Tensor]:
-        self.asked = rows.strategy
-        return Pending.done(weight_and_reduce(rows))
-
-
-@pytest.mark.parametrize(("experts", "layout"), [("grouped", "standard"), ("batched", "batched")])
-def test_a_dispatcher_that_sums_is_given_the_pairs_where_no_gradient_needs_them(
-    experts: str, layout: str, seed: int
-) -> None:
-    kernel, weights = local_kernel(experts, layout)
-    plain = kernel.dispatcher
-    summing = SummingDispatcher(None, plain.owner, plain.expert_map, plain.num_local)
-    joined = MoEKernel(summing, kernel.experts, layout=layout, workspace=Workspace(torch.device("cpu")))
-    batch = batch_of(0, 1, "uneven", seed)
-    with torch.no_grad():
-        assert torch.equal(joined(*batch, weights).routed, kernel(*batch, weights).routed)
-    assert summing.asked == "delegate"
-
-
-def test_an_output_that_contradicts_itself_is_refused() -> None:
-    rows, slot = torch.randn(3, H), torch.zeros(2, K, dtype=torch.int32)
-    for kwargs, message in [
-        ({"strategy": "sum"}, "strategy='sum': must be no_op, contiguous, batched, delegate"),
-        ({"strategy": "contiguous"}, "'contiguous' without slot"),
-        ({"slot": slot}, "'no_op' with slot"),
-        ({"topk_weights": torch.ones(2, K)}, "weighted already"),
-        ({"strategy": "batched", "slot": slot}, r"rows have shape \(3, 16\), must be \(3,\)-D"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            ExpertOutput(rows, **kwargs)  # type: ignore[arg-type]
-
+from tests.test_kernel import batch_of, local_kernel, make_kernel, relative
 
 # ---- dispatch arguments
 
@@ -178,6 +115,37 @@ def test_dispatchers_say_how_many_they_are_and_whether_their_output_is_reduced()
     assert not MoEKernel(partial(None, d.owner, d.expert_map, d.num_local), kernel.experts).output_is_reduced
 
 
+@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_row"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_of_a_scheme_get_rows_of_it_as_they_arrived_and_quantize_others_themselves(
+    scheme: str, layout: str, seed: int
+) -> None:
+    kernel, weights = local_kernel("reference", "standard")
+    spec = dataclasses.replace(kernel.experts.spec, dtype=torch.bfloat16, scheme=scheme)
+    experts = QUANTIZED_EXPERTS["grouped_fp8"](spec)
+    w1, w2 = (quantize_weights(w.detach(), scheme) for w in (weights.gate_up_proj, weights.down_proj))
+    quantized = ExpertWeights(w1.values, w2.values, gate_up_scale=w1.scales, down_scale=w2.scales)
+    seen: list[str | None] = []
+    honest = experts.output
+
+    def watch(rows: Any, *args: Any, **kwargs: Any) -> ExpertOutput:
+        seen.append(getattr(rows, "scheme", None))
+        return honest(rows, *args, **kwargs)
+
+    experts.output = watch  # type: ignore[method-assign]
+    x, ids, p = batch_of(0, 1, "uneven", seed)
+    x = x.bfloat16()
+    other = "fp8_row" if scheme == "fp8_block" else "fp8_block"
+    with torch.no_grad():
+        sent, deferred, foreign = (
+            MoEKernel(kernel.dispatcher, experts, layout=layout, dispatch_scheme=s)(x, ids, p, quantized).routed
+            for s in (scheme, None, other)
+        )
+    assert seen == ([scheme, None, None] if layout == "standard" else [None, None, None])
+    assert layout == "batched" or torch.equal(sent, deferred)
+    assert relative(foreign, deferred) < 0.07 and relative(sent, deferred) < 0.07
+
+
 # ---- where the result goes
 
 
@@ -234,62 +202,6 @@ def test_a_destination_that_does_not_fit_is_refused(seed: int) -> None:
         kernel(quantize_rows(x, "fp8_row"), ids, p, weights, inplace=True)
 
 
-# ---- workspaces
-
-
-def test_a_workspace_grows_until_it_is_locked() -> None:
-    space = Workspace(torch.device("cpu"), "lane 0")
-    a, b = space.take([Part((3, 5), torch.float32), Part((7,), torch.bfloat16)])
-    a.fill_(1)
-    b.fill_(2)
-    assert a.shape == (3, 5) and b.shape == (7,) and bool((a == 1).all()) and space.nbytes == 512
-    held = space.nbytes
-    (c,) = space.take([Part((2, 2), torch.float32)])
-    assert space.nbytes == held and c.data_ptr() == a.data_ptr()
-    space.lock()
-    space.take([Part((3, 5), torch.float32)])
-    with pytest.raises(RuntimeError, match="lane 0: 4096 bytes are wanted, 512 are there.*locked.*unlock()"):
-        space.take([Part((1024,), torch.float32)])
-    space.unlock()
-    space.take([Part((1024,), torch.float32)])
-    assert space.nbytes == 4096
-
-
-@pytest.mark.parametrize(("experts", "layout"), [("grouped", "standard"), ("batched", "batched")])
-def test_what_a_workspace_held_before_changes_no_bit_and_growth_is_planned(
-    experts: str, layout: str, seed: int
-) -> None:
-    space = Workspace(torch.device("cpu"))
-    kernel, weights = local_kernel(experts, layout, workspace=space)
-    free, _ = local_kernel(experts, layout)
-    batch = batch_of(0, 1, "uneven", seed)
-    with torch.no_grad():
-        want = free(*batch, weights).routed
-        assert torch.equal(kernel(*batch, weights).routed, want)
-        tokens = batch[0].shape[0]
-        shapes = kernel.experts.workspace_shapes(tokens, tokens * K if layout == "standard" else E * tokens)
-        assert shapes is not None and space.nbytes == shapes.workspace13.nbytes + shapes.workspace2.nbytes
-        space.lock()
-        for poison in (float("nan"), 1e4):
-            assert space._buffer is not None
-            space._buffer.view(torch.float32).fill_(poison)
-            assert torch.equal(kernel(*batch, weights).routed, want)
-        with pytest.raises(RuntimeError, match="locked"):
-            kernel(*[torch.cat([t, t]) for t in batch], weights)
-    kernel(*batch, weights).routed.sum().backward()  # with a gradient nothing is kept in it
-    assert torch.equal(kernel(*batch, weights).routed.detach(), want)
-
-
-def lanes(rank: int, ranks: int) -> bool:
-    ep = EPGroup()
-    kernels = [make_kernel(rank, ranks, "all_to_all", "grouped", "standard", ep)[0] for _ in range(2)]
-    return kernels[0].workspace is kernels[1].workspace is ep.workspace() is not ep.workspace(1)
-
-
-def test_layers_of_a_group_share_one_workspace_per_lane() -> None:
-    assert run_ranks(lanes, 1) == [True]
-
-
 # ---- hooks
 
 
@@ -342,126 +254,6 @@ def hooked(rank: int, ranks: int, seed: int) -> list[bool]:
 
 def test_every_asynchronous_dispatcher_has_hooks_that_change_nothing(seed: int) -> None:
     assert run_ranks(hooked, 2, args=(seed,), timeout=60) == [[True] * (len(DISPATCHERS) - 1)] * 2
-
-
-# ---- what goes with what
-
-
-def test_every_combination_works_or_is_refused_with_a_reason_and_a_way_out() -> None:
-    kernel, _ = local_kernel("reference", "standard")
-    d = kernel.dispatcher
-    assert len(combinations()) == len(DISPATCHERS) * len(KINDS) * len(LAYOUTS)
-    refused = 0
-    for dispatcher, experts, layout, reason in combinations():
-        parts = object.__new__(DISPATCHERS[dispatcher])  # no process group: only its declarations are asked
-        Dispatcher.__init__(parts, None, d.owner, d.expert_map, d.num_local, layer="blocks.1")
-        spec = kernel.experts.spec
-        if None not in KINDS[experts].schemes:
-            spec = dataclasses.replace(spec, dtype=torch.bfloat16, scheme="fp8_block")
-        made = KINDS[experts](spec)
-        if reason is None:
-            MoEKernel(parts, made, layout=layout)
-            continue
-        refused += 1
-        assert f"experts={experts!r}" in reason or f"experts {experts!r}" in reason
-        with pytest.raises(ValueError, match="use |choose ") as caught:
-            MoEKernel(parts, made, layout=layout)
-        assert str(caught.value) == reason
-    assert refused > 0
-
-
-def test_experts_declare_what_they_are() -> None:
-    for name, cls in KINDS.items():
-        assert issubclass(cls, Experts) and set(cls.layouts) <= set(LAYOUTS), name
-        assert all(layout in cls.weight_and_reduce for layout in cls.layouts), name
-        assert set(cls.row_schemes) <= {None, *ROW_SCHEMES}, name
-
-
-# ---- from logits
-
-
-@pytest.mark.parametrize("name", [name for name, cls in EXPERTS.items() if None in cls.schemes])
-@pytest.mark.parametrize("on_input", [False, True])
-def test_from_logits_is_routing_and_then_the_kernel(name: str, on_input: bool, seed: int) -> None:
-    kernel, weights = local_kernel("reference", "standard")
-    spec = dataclasses.replace(kernel.experts.spec, weight_on_input=on_input)
-    experts = EXPERTS[name](spec)
-    g = torch.Generator().manual_seed(seed)
-    x, logits = torch.randn(11, H, generator=g), torch.randn(11, E, generator=g)
-    logits[3] = float("nan")  # a token without a usable expert
-    bias = torch.randn(E, generator=g)
-    router = RouterConfig(scoring="sigmoid", renormalize=True, scaling_factor=2.5)
-    routing = route(logits, router, K, selection_bias=bias)
-    reference = MoEKernel(kernel.dispatcher, EXPERTS["reference"](spec))
-    with torch.no_grad(), poisoned_empty():
-        want = reference(x, routing.topk_ids, routing.topk_weights, weights).routed
-        result = MoEKernel(kernel.dispatcher, experts).from_logits(
-            x, logits, weights, router=router, top_k=K, selection_bias=bias, shared_experts=lambda: x + 1
-        )
-    assert relative(result.routed, want) < 1e-5 and torch.equal(result.shared, x + 1)
-    assert bool((result.routed[3] == 0).all()) and (result.layout is None) == experts.monolithic
-
-
-def test_monolithic_kernels_refuse_what_they_cannot_do(seed: int) -> None:
-    kernel, weights = local_kernel("reference", "standard")
-    alone = MoEKernel(kernel.dispatcher, EXPERTS["monolithic"](kernel.experts.spec))
-    x, ids, p = batch_of(0, 1, "uneven", seed)
-    rules: Any = {"router": RouterConfig(), "top_k": K}
-    with pytest.raises(ValueError, match=r"'monolithic' route by themselves: call from_logits\(x, logits"):
-        alone(x, ids, p, weights)
-    with torch.no_grad(), pytest.raises(ValueError, match="show no routing, so layout can't apply"):
-        alone.from_logits(x, torch.randn(len(x), E), weights, layout=None, **rules)
-    with pytest.raises(ValueError, match="dispatch_scheme='fp8_row'.*get no rows sent"):
-        MoEKernel(kernel.dispatcher, alone.experts, dispatch_scheme="fp8_row")
-
-
-def test_a_layer_of_monolithic_experts_equals_one_that_shows_its_routing(seed: int) -> None:
-    torch.manual_seed(seed)
-    config = MoEConfig(H, 24, E, K, num_shared_experts=1, latent_size=8, router=RouterConfig(selection_bias=True))
-    plain = MoELayer(config, dtype=torch.float32)
-    fused = MoELayer(dataclasses.replace(config, experts="monolithic"), dtype=torch.float32)
-    fused.load_state_dict(plain.state_dict())
-    x = torch.randn(2, 5, H)
-    mask = torch.rand(2, 5) < 0.7
-    with torch.no_grad():
-        assert relative(fused(x, token_mask=mask), plain(x, token_mask=mask)) < 1e-5
-        with pytest.raises(ValueError, match="experts='monolithic' show no routing.*return_routing=True"):
-            fused(x, return_routing=True)
-    with pytest.raises(ValueError, match="gradient"):
-        fused(x)
-    with pytest.raises(ValueError, match="router of your own"):
-        MoELayer(fused.config, router=lambda x: (x, x))
-
-
-@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_row"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_experts_of_a_scheme_get_rows_of_it_as_they_arrived_and_quantize_others_themselves(
-    scheme: str, layout: str, seed: int
-) -> None:
-    kernel, weights = local_kernel("reference", "standard")
-    spec = dataclasses.replace(kernel.experts.spec, dtype=torch.bfloat16, scheme=scheme)
-    experts = QUANTIZED_EXPERTS["grouped_fp8"](spec)
-    w1, w2 = (quantize_weights(w.detach(), scheme) for w in (weights.gate_up_proj, weights.down_proj))
-    quantized = ExpertWeights(w1.values, w2.values, gate_up_scale=w1.scales, down_scale=w2.scales)
-    seen: list[str | None] = []
-    honest = experts.output
-
-    def watch(rows: Any, *args: Any, **kwargs: Any) -> ExpertOutput:
-        seen.append(getattr(rows, "scheme", None))
-        return honest(rows, *args, **kwargs)
-
-    experts.output = watch  # type: ignore[method-assign]
-    x, ids, p = batch_of(0, 1, "uneven", seed)
-    x = x.bfloat16()
-    other = "fp8_row" if scheme == "fp8_block" else "fp8_block"
-    with torch.no_grad():
-        sent, deferred, foreign = (
-            MoEKernel(kernel.dispatcher, experts, layout=layout, dispatch_scheme=s)(x, ids, p, quantized).routed
-            for s in (scheme, None, other)
-        )
-    assert seen == ([scheme, None, None] if layout == "standard" else [None, None, None])
-    assert layout == "batched" or torch.equal(sent, deferred)
-    assert relative(foreign, deferred) < 0.07 and relative(sent, deferred) < 0.07
 
 
 # ---- what no gradient, no host and no wild number may slip through

@@ -104,6 +104,10 @@ def test_every_dispatcher_with_every_experts_matches_float64_in_every_situation(
             assert (got - want).norm() <= 1e-5 * max(want.norm(), 1.0), (name, n)
 
 
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.detach().double() - want.detach().double()).norm() / want.detach().double().norm())
+
+
 def local_kernel(experts: str, layout: str, **options: Any) -> tuple[MoEKernel, ExpertWeights]:
     return make_kernel(0, 1, "local", experts, layout, None, **options)
 
