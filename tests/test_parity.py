@@ -60,8 +60,9 @@ def make_case(seed: int, ranks: int, device: str = "cpu") -> Case:
     activation = rng.choice(ACTIVATIONS)
     limit = None
     if activation in ("swiglu_oai", "swiglu_clamped"):
-        # the slope jumps at the clamp, so a rounded pre-activation next to it has another gradient: clamp in fp32 only
-        limit = 1.5 if dtype == torch.float32 else 64.0
+        # The slope jumps at the clamp, so a rounded pre-activation next to it has another gradient: fp32 alone leaves a
+        # gap to clamp in, where rows do not depend on the router's rounding.
+        limit = 1.5 if dtype == torch.float32 and not on_input else 64.0
     big = device == "cuda"
     config = MoEConfig(
         hidden_size=rng.choice([80, 192, 512, 2880] if big else [16, 48, 80]),
@@ -80,7 +81,22 @@ def make_case(seed: int, ranks: int, device: str = "cpu") -> Case:
         # autograd adds the parts' weight gradients in the weights' dtype: only fp32 takes any number of parts
         chunk_tokens=rng.choice([None, None, 1, 5] if dtype == torch.float32 else [None, None, sum(tokens) // 2]),
     )  # fmt: skip
-    return Case(config, dtype, tuple(tokens), seed, device)
+    case = Case(config, dtype, tuple(tokens), seed, device)
+    if limit == 1.5:
+        config = dataclasses.replace(config, activation_limit=widest_gap(case, 1.3, 1.7))
+    return dataclasses.replace(case, config=config)
+
+
+def widest_gap(case: Case, low: float, high: float) -> float:
+    """The middle of the widest gap between the sizes of all pre-activations that any expert could have."""
+    data = {name: tensor.double() for name, tensor in inputs(case).items()}
+    h = torch.einsum("mh,enh->emn", data["x"], data["gate_up_proj"])
+    if "gate_up_bias" in data:
+        h += data["gate_up_bias"][:, None]
+    ends = torch.tensor([low, high], dtype=torch.float64)
+    sizes = torch.cat([h[(h.abs() > low) & (h.abs() < high)].abs(), ends]).sort().values
+    widest = int(sizes.diff().argmax())
+    return float(sizes[widest : widest + 2].mean())
 
 
 def inputs(case: Case) -> dict[str, torch.Tensor]:

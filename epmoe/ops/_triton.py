@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -135,7 +136,9 @@ class Op(Generic[Parameters, Result]):
         self, name: str, run: Callable[Parameters, Result], schema: str | None, mutates_args: Iterable[str] = ()
     ) -> None:
         self._run = run
-        self._registered = torch.library.custom_op(f"epmoe::{name}", run, mutates_args=mutates_args, schema=schema)
+        self._changes = tuple(mutates_args)
+        self._parameters = [(p.name, p.default) for p in inspect.signature(run).parameters.values()]
+        self._registered = torch.library.custom_op(f"epmoe::{name}", run, mutates_args=self._changes, schema=schema)
         self.register_fake = self._registered.register_fake
         self.register_autograd = self._registered.register_autograd
         functools.update_wrapper(self, run)
@@ -143,6 +146,9 @@ class Op(Generic[Parameters, Result]):
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         if runs_directly(args) and runs_directly(kwargs.values()):
             return self._run(*args, **kwargs)
+        if self._changes:  # torch 2.11 looks for a changed argument at its place in the schema, defaults or not
+            rest = [kwargs.pop(name, default) for name, default in self._parameters[len(args) :]]
+            return self._registered(*args, *rest, **kwargs)
         return self._registered(*args, **kwargs)
 
 

@@ -108,7 +108,11 @@ def problems_of(shape: Shape, ranks: int, schemes: Sequence[str], rows: Sequence
                 made.append(Problem("grouped_gemm", local, h, gate_up, scheme, m, act, top_k, transpose=True))
                 made.append(Problem("grouped_wgrad", local, gate_up, h, scheme, m, act, top_k))
                 made.append(Problem("grouped_wgrad", local, h, i, scheme, m, act, top_k))
-    return made
+    # Files don't tell transposed weights from plain ones: where H = I the gradient of rows takes the forward's entry.
+    entries: dict[tuple[object, ...], Problem] = {}
+    for p in made:
+        entries.setdefault((p.op, p.L, p.N, p.K, p.scheme, p.rows), p)
+    return list(entries.values())
 
 
 def rule(problem: Problem, device: torch.device) -> Any:

@@ -95,6 +95,13 @@ def test_a_models_problems_are_both_products_of_a_ranks_share_and_in_training_al
     }
 
 
+def test_no_two_problems_are_one_entry_of_a_file():
+    made = problems_of(Shape("square", 256, 256, 8, 2), 1, ["none", "fp8_row"], [1, 64, 256], True)
+    entries = [(p.op, p.L, p.N, p.K, p.scheme, p.rows) for p in made]
+    assert len(set(entries)) == len(entries)
+    assert [p.transpose for p in made if (p.op, p.rows, p.K) == ("grouped_gemm", 64, 256)] == [False]
+
+
 def test_problems_stop_at_the_rows_that_a_rank_may_get():
     rows = [p.rows for p in problems_of(named_shape("deepseek-v3"), 1, ["none"], problems.ROWS, False)]
     assert (
