@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -136,9 +137,14 @@ class Op(Generic[Parameters, Result]):
         self, name: str, run: Callable[Parameters, Result], schema: str | None, mutates_args: Iterable[str] = ()
     ) -> None:
         self._run = run
-        self._changes = tuple(mutates_args)
-        self._parameters = [(p.name, p.default) for p in inspect.signature(run).parameters.values()]
-        self._registered = torch.library.custom_op(f"epmoe::{name}", run, mutates_args=self._changes, schema=schema)
+        changed, parameters = tuple(mutates_args), inspect.signature(run).parameters
+        self._defaults: list[tuple[str, object]] = []  # what the schema leaves to this side
+        if any(parameters[p].default is not inspect.Parameter.empty for p in changed):
+            # torch's dispatcher drops arguments that have their default, and torch 2.11 then looks for a changed one at
+            # its place in the schema and fails.
+            schema = re.sub("=[^,)]+", "", torch.library.infer_schema(run, mutates_args=changed))
+            self._defaults = [(p.name, p.default) for p in parameters.values()]
+        self._registered = torch.library.custom_op(f"epmoe::{name}", run, mutates_args=changed, schema=schema)
         self.register_fake = self._registered.register_fake
         self.register_autograd = self._registered.register_autograd
         functools.update_wrapper(self, run)
@@ -146,8 +152,8 @@ class Op(Generic[Parameters, Result]):
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         if runs_directly(args) and runs_directly(kwargs.values()):
             return self._run(*args, **kwargs)
-        if self._changes:  # torch 2.11 looks for a changed argument at its place in the schema, defaults or not
-            rest = [kwargs.pop(name, default) for name, default in self._parameters[len(args) :]]
+        if self._defaults:
+            rest = [kwargs.pop(name, default) for name, default in self._defaults[len(args) :]]
             return self._registered(*args, *rest, **kwargs)
         return self._registered(*args, **kwargs)
 

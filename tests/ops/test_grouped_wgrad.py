@@ -339,7 +339,7 @@ def test_op_has_a_faithful_fake(bias, seed):
     args = arguments(c, True, bias, torch.float32)
     args = tuple(a.clone() if isinstance(a, Tensor) else a for a in args)
     into = torch.zeros(3, 6, 8)
-    for kwargs in ({}, {"accumulate_into": into}):
+    for kwargs in ({"expected_m": None, "accumulate_into": None}, {"expected_m": 3, "accumulate_into": into}):
         torch.library.opcheck(
             torch.ops.epmoe.grouped_wgrad.default, args, kwargs, test_utils=("test_schema", "test_faketensor")
         )
