@@ -1,8 +1,9 @@
 """Bench `dispatch_combine`: rows to the ranks that own their experts and one row each back, nothing computed there.
 
-From `topk_ids` to rows that experts can read, and from rows as experts give them to the sums `[M, H]`; forward only.
-With a scheme rows are quantized on the way out, which is part of the time, and come back in bf16. `symmetric` is timed
-in a CUDA graph of several round trips, as a decoding step holds those of its layers, and so is its peer.
+From `topk_ids` to rows that experts can read, and from rows as experts give them, one per (row, expert) pair, to the
+weighted sums `[M, H]`; forward only. With a scheme rows are quantized on the way out, which is part of the time, and
+come back in bf16. `symmetric` is timed in a CUDA graph of several round trips, as a decoding step holds those of its
+layers, and so is its peer.
 
 The peer is NCCL (gloo on CPU) moving the same bytes there and back with sizes known beforehand: no packing, no sum, no
 counts. M tokens on this rank, T rows received, H width.
@@ -23,7 +24,9 @@ from epmoe.bench.session import Session
 from epmoe.bench.timing import Call
 from epmoe.dispatch import Dispatcher, ExpertInput, make_dispatcher
 from epmoe.dispatch.exchange import Extras, Rows
+from epmoe.dispatch.reduce import ExpertOutput, WeightAndReduce
 from epmoe.dispatch.symmetric import SymmetricDispatcher
+from epmoe.ops.align import align_rows
 from epmoe.quant.rows import dequantize_rows, quantize_rows
 
 PEER = "nccl_all_to_all"
@@ -88,7 +91,7 @@ def measure_dispatch_combine(case: DispatchCombineCase, session: Session) -> Rec
     rows = dispatch()
     sent = x if case.scheme == "bf16" else dequantize_rows(quantize_rows(x, case.scheme), x.dtype)
     _check_round_trip(dispatcher, rows, sent, tokens)
-    from_experts = rows.dequantized(x.dtype).x.contiguous()  # experts give dense rows
+    output = _from_experts(dispatcher, rows, x)
     messages = _messages(case.scheme, tokens)
     mine = {step: max(dispatcher.wire_bytes(rows.handle, message)) for step, message in messages.items()}
     wires, _ = problems.of_busiest_rank(mine, 0, session.ep)
@@ -98,7 +101,7 @@ def measure_dispatch_combine(case: DispatchCombineCase, session: Session) -> Rec
     graph = session.device.type == "cuda" and isinstance(dispatcher, SymmetricDispatcher)
     turns = max(1, min(20, 8192 // case.tokens)) if graph else 1
     calls: dict[str, Call] = {
-        "epmoe": lambda: dispatcher.combine(from_experts, dispatch().handle),
+        "epmoe": lambda: dispatcher.combine(output, dispatch().handle),
         "dispatch": dispatch,
         PEER: peer,
     }
@@ -118,6 +121,14 @@ def measure_dispatch_combine(case: DispatchCombineCase, session: Session) -> Rec
         peers={PEER: times[PEER]},
         device=session.device,
     )
+
+
+def _from_experts(dispatcher: Dispatcher, rows: ExpertInput, x: Tensor) -> ExpertOutput:
+    """Rows in expert order as experts would give them, to be weighted and summed by combine."""
+    row_index, _, slot = align_rows(rows.topk_ids, rows.expert_map, rows.num_local, rows.max_assignments)
+    pairs = torch.randn(int((row_index >= 0).sum()), x.shape[1], device=x.device).to(x.dtype)
+    strategy: WeightAndReduce = "delegate" if dispatcher.capabilities.reduces else "contiguous"
+    return ExpertOutput(pairs, strategy, slot, rows.topk_weights)
 
 
 def _repeated(call: Call, turns: int) -> Call:

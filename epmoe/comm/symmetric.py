@@ -225,7 +225,7 @@ class Channel:
         stream = current = torch.cuda.current_stream(self.ep.device)
         if aside:
             if self._aside is None:
-                self._aside = torch.cuda.Stream(self.ep.device, priority=-1)
+                self._aside = self.ep.beside.stream
             stream = self._aside
             stream.wait_stream(current)
         if self._last is not None and self._last != stream and not torch.cuda.is_current_stream_capturing():

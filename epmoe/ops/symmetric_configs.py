@@ -37,21 +37,26 @@ class SymmetricConfig:
         senders, takers: programs of each kind.
         block: words that a sender sends at once; a power of two.
         take: words that a taker takes up at once; a power of two.
+        run, taken_run: parts of a row, of `block` and of `take` words, that a sender and a taker go through in turn.
         num_warps: of a program.
         max_registers: of a thread.
+        eager: takers look at a row before they know whether it comes.
     """
 
     senders: int
     takers: int
     block: int
     take: int
+    run: int
+    taken_run: int
     num_warps: int
     max_registers: int
+    eager: bool = False
 
     @property
     def programs(self) -> int:
-        """Of both kinds."""
-        return self.senders + self.takers
+        """Of both kinds, and the herald, which sends and takes nothing but announcements."""
+        return 1 + self.senders + self.takers
 
 
 def profile_of(capacity: int) -> str:
@@ -60,16 +65,33 @@ def profile_of(capacity: int) -> str:
 
 
 def _shares(
-    device: torch.device, to_send: int, to_take: int, num_warps: int, max_registers: int, sms: int | None
-) -> tuple[int, int]:
-    """(senders, takers): at least one of each, takers on at most half of the places."""
+    device: torch.device, to_send: int, to_take: int, num_warps: int, max_registers: int, sms: int | None, dear: float,
+    most_per_sm: int = 64,
+) -> tuple[int, int]:  # fmt: skip
+    """(senders, takers): at least one of each, takers on at most two thirds of the places.
+
+    What is sent last and what is taken last should be so at the same time, where taking a piece up is `dear` times as
+    long as sending one. Every program of a kind gets the same number of pieces, or one less.
+    """
     if device.type != "cuda":
         return max(1, min(to_send, 5)), max(1, min(to_take, 3))
     available = _num_sms(device)
-    per_sm = min(REGISTERS // (32 * num_warps * max_registers), THREADS // (32 * num_warps))
-    places = min(per_sm * min(available, sms or available), CLOCKS)
-    takers = max(1, min(to_take, places // 2))
-    return max(1, min(to_send, places - takers)), takers
+    per_sm = min(REGISTERS // (32 * num_warps * max_registers), THREADS // (32 * num_warps), most_per_sm)
+    places = min(per_sm * min(available, sms or available), CLOCKS) - 1  # one is the herald's
+    best: tuple[float, int, int] | None = None
+    for rounds in range(1, max(1, to_send) + 1):
+        senders = max(1, cdiv(to_send, rounds))
+        room = min(places - senders, 2 * places // 3)
+        if room < 1:
+            continue
+        taken_rounds = max(1, cdiv(to_take, room))
+        time = max(rounds, dear * taken_rounds)
+        if best is None or time < best[0]:
+            best = time, senders, max(1, cdiv(to_take, taken_rounds))
+        if rounds >= dear * taken_rounds:
+            break
+    assert best is not None, "at least three places"
+    return best[1:]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -85,12 +107,15 @@ def send_config(
 ) -> SymmetricConfig:
     """The launch of `send_rows` for rows of `row_words` at the sender and `taken_words` on the way."""
     latency = profile == "latency"
-    whole = next_power_of_2(cdiv(row_words, 64)) * 64
-    block = min(whole, 128 if interpret else 512 if latency else 4096)
+    block = 128 if interpret else 1024
     take = min(next_power_of_2(taken_words), 2048)
-    warps, registers = (4, 64) if latency else (8, 80)
-    to_send, to_take = capacity * cdiv(row_words, block), capacity * (num_ranks - 1)
-    return SymmetricConfig(*_shares(device, to_send, to_take, warps, registers, sms), block, take, warps, registers)
+    parts = cdiv(row_words, block)
+    run = 2 if interpret else 1 if latency else parts
+    to_send, to_take = capacity * cdiv(parts, run), capacity * (num_ranks - 1)
+    # four programs an SM fill the link, more take turns at it; a taker takes a row up, a sender sends `run` parts
+    most_per_sm = 4 if sms is None and to_send > 512 else 8
+    senders, takers = _shares(device, to_send, to_take, 4, 64, sms, parts / run, most_per_sm)
+    return SymmetricConfig(senders, takers, block, take, run, 1, 4, 64, eager=latency)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -105,12 +130,16 @@ def give_back_config(
     interpret: bool = INTERPRET,
 ) -> SymmetricConfig:
     """The launch of `give_back_rows` for rows of `row_words`, each the sum of `terms` rows (0: as it is)."""
-    whole = next_power_of_2(row_words)
-    block = min(whole, 128 if interpret else 512)
-    take = min(whole, 128 if interpret else 512 if capacity <= 64 else 1024)
-    warps, registers = 4, 64
-    to_send, to_take = capacity * cdiv(row_words, block) * (num_ranks - 1), capacity * cdiv(row_words, take)
-    return SymmetricConfig(*_shares(device, to_send, to_take, warps, registers, sms), block, take, warps, registers)
+    latency = profile == "latency"
+    # sums of several rows want few words a thread, and many programs that wait for them
+    block, take, warps = (256, 256, 2) if terms else (512, 1024, 4)
+    if interpret:
+        block = take = 128
+    parts, taken_parts = cdiv(row_words, block), cdiv(row_words, take)
+    run, taken_run = (2, 2) if interpret else (1, 1) if latency or terms else (parts, taken_parts)
+    to_send, to_take = capacity * cdiv(parts, run) * (num_ranks - 1), capacity * cdiv(taken_parts, taken_run)
+    shares = _shares(device, to_send, to_take, warps, 64, sms, 1.5)
+    return SymmetricConfig(*shares, block, take, run, taken_run, warps, 64)
 
 
 def launch_options(device: torch.device, config: SymmetricConfig) -> dict[str, Any]:

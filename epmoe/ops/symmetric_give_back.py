@@ -27,6 +27,7 @@ from epmoe.ops.symmetric_words import (
     await_peers,
     never_empty,
     pack_words,
+    peek,
     ranks_of,
     take_words,
     turn_of,
@@ -62,17 +63,17 @@ def _weighted_sum(
     return low, high
 
 
-@jit(do_not_specialize=["num_tokens", "capacity", "num_experts", "num_rows", "programs", "senders", "limit_us", "code",
-                        "rows_stride", "came_stride"])  # fmt: skip
+@jit(do_not_specialize=["num_tokens", "capacity", "num_experts", "num_rows", "senders", "takers", "run", "taken_run",
+                        "limit_us", "code", "rows_stride", "came_stride"])  # fmt: skip
 def _give_back_kernel(
     rows, slot, slot_weights, gradients, came, ids, owner, out, out_gradients,
     peers, clock, fault, dead,
-    num_tokens, capacity, num_experts, num_rows, programs, senders, limit_us, code, rows_stride, came_stride,
-    control_words, half_words,
+    num_tokens, capacity, num_experts, num_rows, senders, takers, run, taken_run, limit_us, code, rows_stride,
+    came_stride, control_words, half_words,
     RANK: tl.constexpr, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, WORDS: tl.constexpr, WEIGHTS: tl.constexpr,
     SLOT: tl.constexpr, KIND: tl.constexpr, TERMS: tl.constexpr, WEIGHTED: tl.constexpr, STRIDE_UNIT: tl.constexpr,
-    BLOCK: tl.constexpr, TAKE: tl.constexpr, WEIGHT_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    EXPERTS_PER_RANK: tl.constexpr, BLOCK: tl.constexpr, TAKE: tl.constexpr, WEIGHT_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(DEPENDENT)
     let_next_start(DEPENDENT)
@@ -80,78 +81,94 @@ def _give_back_kernel(
     epoch = tl.load(clock + pid)
     turn, stamp = turn_of(epoch)
     own = peers[RANK]
-    if pid == 0:
-        announce(peers, stamp, turn, 0, RANK, R)
     base = control_words + turn.to(tl.int64) * half_words
     OTHERS: tl.constexpr = R - 1 if R > 1 else 1
     PARTS: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK
     TAKEN_PARTS: tl.constexpr = (WORDS + TAKE - 1) // TAKE
     k = tl.arange(0, KP)
     j = tl.arange(0, WEIGHT_BLOCK)
-    if pid < senders:
-        for v in range(pid, capacity * PARTS * (R - 1), senders):
+    if pid == 0:
+        announce(peers, stamp, turn, 0, RANK, R)
+        await_peers(own, stamp, turn, limit_us, fault, dead, code, RANK, R)
+    elif pid <= senders:
+        runs = (PARTS + run - 1) // run
+        for v in range(pid - 1, capacity * runs * (R - 1), senders):
             source = (RANK + 1 + v % OTHERS) % R
-            token = v // OTHERS // PARTS
-            part = v // OTHERS % PARTS
-            cols = part * BLOCK + tl.arange(0, BLOCK)
+            token = v // OTHERS // runs
+            first = v // OTHERS % runs * run
             row = (source * capacity + token).to(tl.int64)
-            here = tl.max(tl.load(came + row * came_stride + k, mask=k < K, other=-1)) >= 0
-            if here:
-                if TERMS == 0:
-                    w = tl.load(rows + row * (rows_stride * STRIDE_UNIT) + cols, mask=cols < WORDS, other=0)
-                else:
+            to = base + (RANK * capacity + token).to(tl.int64) * SLOT
+            marks = tl.load(came + row * came_stride + k, mask=k < K, other=-1)
+            # a token's parts follow each other in one program, which then finds slots and weights in its L1
+            for part in range(first, tl.minimum(first + run, PARTS)):
+                cols = part * BLOCK + tl.arange(0, BLOCK)
+                if TERMS > 0:  # slots are -1 where nothing came: nothing waits for the marks
                     low, high = _weighted_sum(
                         rows, slot, slot_weights, row, cols, num_rows, rows_stride,
                         WORDS, TERMS, KIND, WEIGHTED, STRIDE_UNIT,
                     )  # fmt: skip
                     w = pack_words(low, high, KIND, INTERPRETED)
-                to = base + (RANK * capacity + token).to(tl.int64) * SLOT
+                here = tl.max(marks) >= 0
+                if here:
+                    if TERMS == 0:
+                        w = tl.load(rows + row * (rows_stride * STRIDE_UNIT) + cols, mask=cols < WORDS, other=0)
+                    for r in tl.static_range(R):
+                        if r == source:
+                            tl.store(peers[r] + to + cols, never_empty(w), mask=cols < WORDS)
+                            if WEIGHTS > 0:
+                                if part == 0:
+                                    g = tl.load(gradients + row * WEIGHTS + j, mask=j < WEIGHTS, other=0)
+                                    tl.store(peers[r] + to + WORDS + j, never_empty(g), mask=j < WEIGHTS)
+    else:
+        runs = (TAKEN_PARTS + taken_run - 1) // taken_run
+        for v in range(pid - 1 - senders, num_tokens * runs, takers):
+            token = v // runs
+            first = v % runs * taken_run
+            to = ranks_of(ids, owner, token, num_tokens, num_experts, K, KP, EXPERTS_PER_RANK)
+            mine = (RANK * capacity + token).to(tl.int64)
+            for part in range(first, tl.minimum(first + taken_run, TAKEN_PARTS)):
+                cols = part * TAKE + tl.arange(0, TAKE)
+                if TERMS > 0:  # as above; asked for before anything is waited for
+                    own_low, own_high = _weighted_sum(
+                        rows, slot, slot_weights, mine, cols, num_rows, rows_stride,
+                        WORDS, TERMS, KIND, WEIGHTED, STRIDE_UNIT,
+                    )  # fmt: skip
+                low = tl.zeros((TAKE,), tl.float32)
+                high = tl.zeros((TAKE,), tl.float32)
+                gradient = tl.zeros((WEIGHT_BLOCK,), tl.float32)
                 for r in tl.static_range(R):
-                    if r == source:
-                        tl.store(peers[r] + to + cols, never_empty(w), mask=cols < WORDS)
+                    if tl.max((to == r).to(tl.int32)) > 0:
+                        row = (r * capacity + token).to(tl.int64)
+                        if r == RANK:
+                            if TERMS > 0:
+                                a, b = own_low, own_high
+                            else:
+                                a, b = _weighted_sum(
+                                    rows, slot, slot_weights, row, cols, num_rows, rows_stride,
+                                    WORDS, TERMS, KIND, WEIGHTED, STRIDE_UNIT,
+                                )  # fmt: skip
+                        else:
+                            ptrs = own + base + row * SLOT + cols
+                            w = peek(ptrs, cols < WORDS)
+                            w = take_words(w, ptrs, cols < WORDS, limit_us, fault, dead, code, r)
+                            a, b = unpack_words(w, KIND)
+                        low += a
+                        high += b
                         if WEIGHTS > 0:
                             if part == 0:
-                                g = tl.load(gradients + row * WEIGHTS + j, mask=j < WEIGHTS, other=0)
-                                tl.store(peers[r] + to + WORDS + j, never_empty(g), mask=j < WEIGHTS)
-    else:
-        for v in range(pid - senders, num_tokens * TAKEN_PARTS, programs - senders):
-            token = v // TAKEN_PARTS
-            part = v % TAKEN_PARTS
-            cols = part * TAKE + tl.arange(0, TAKE)
-            to = ranks_of(ids, owner, token, num_tokens, num_experts, K, KP)
-            low = tl.zeros((TAKE,), tl.float32)
-            high = tl.zeros((TAKE,), tl.float32)
-            gradient = tl.zeros((WEIGHT_BLOCK,), tl.float32)
-            for r in tl.static_range(R):
-                if tl.max((to == r).to(tl.int32)) > 0:
-                    row = (r * capacity + token).to(tl.int64)
-                    if r == RANK:
-                        a, b = _weighted_sum(
-                            rows, slot, slot_weights, row, cols, num_rows, rows_stride,
-                            WORDS, TERMS, KIND, WEIGHTED, STRIDE_UNIT,
-                        )  # fmt: skip
-                    else:
-                        ptrs = own + base + row * SLOT + cols
-                        w = take_words(ptrs, cols < WORDS, limit_us, fault, dead, code, r)
-                        a, b = unpack_words(w, KIND)
-                    low += a
-                    high += b
-                    if WEIGHTS > 0:
-                        if part == 0:
-                            if r == RANK:
-                                g = tl.load(gradients + row * WEIGHTS + j, mask=j < WEIGHTS, other=0)
-                            else:
-                                beside = own + base + row * SLOT + WORDS + j
-                                g = take_words(beside, j < WEIGHTS, limit_us, fault, dead, code, r)
-                            gradient += g.to(tl.float32, bitcast=True)
-            at = out + token.to(tl.int64) * WORDS + cols
-            tl.store(at, pack_words(low, high, KIND, INTERPRETED), mask=cols < WORDS)
-            if WEIGHTS > 0:
-                if part == 0:
-                    tl.store(out_gradients + token.to(tl.int64) * WEIGHTS + j, gradient, mask=j < WEIGHTS)
-    if pid == programs - 1:
-        await_peers(own, stamp, turn, limit_us, fault, dead, code, RANK, R)
-    advance(clock, epoch, pid, programs)
+                                if r == RANK:
+                                    g = tl.load(gradients + row * WEIGHTS + j, mask=j < WEIGHTS, other=0)
+                                else:
+                                    beside = own + base + row * SLOT + WORDS + j
+                                    g = peek(beside, j < WEIGHTS)
+                                    g = take_words(g, beside, j < WEIGHTS, limit_us, fault, dead, code, r)
+                                gradient += g.to(tl.float32, bitcast=True)
+                at = out + token.to(tl.int64) * WORDS + cols
+                tl.store(at, pack_words(low, high, KIND, INTERPRETED), mask=cols < WORDS)
+                if WEIGHTS > 0:
+                    if part == 0:
+                        tl.store(out_gradients + token.to(tl.int64) * WEIGHTS + j, gradient, mask=j < WEIGHTS)
+    advance(clock, epoch, pid, 1 + senders + takers)
 
 
 def given_back(width: int, dtype: torch.dtype, gradients: int = 0) -> Travelling:
@@ -162,7 +179,7 @@ def given_back(width: int, dtype: torch.dtype, gradients: int = 0) -> Travelling
 def _give_back_triton(
     channel: Channel, rows: Tensor, came: Tensor, ids: Tensor, owner: Tensor, capacity: int, slot: Tensor | None,
     slot_weights: Tensor | None, gradients: Tensor | None, out: Tensor, code: int, config: SymmetricConfig,
-    aside: bool = False,
+    experts_per_rank: int, aside: bool,
 ) -> Tensor | None:  # fmt: skip
     (M, K), R = ids.shape, channel.ep.num_ranks
     H = rows.shape[1]
@@ -176,7 +193,8 @@ def _give_back_triton(
         rows.view(torch.int32), slot, slot_weights, None if gradients is None else gradients.view(torch.int32), came,
         ids, owner, out.view(torch.int32), out_gradients,
         channel.peers, channel.clock, channel.fault, channel.dead,
-        M, capacity, owner.shape[0], rows.shape[0], config.programs, config.senders, channel.limit_us, code,
+        M, capacity, owner.shape[0], rows.shape[0], config.senders, config.takers, config.run, config.taken_run,
+        channel.limit_us, code,
         rows.stride(0) * rows.itemsize // 16, came.stride(0), channel.control_bytes // 4, channel.half_bytes // 4,
     )  # fmt: skip
     constants = {
@@ -191,6 +209,7 @@ def _give_back_triton(
         "TERMS": 0 if slot is None else slot.shape[1],
         "WEIGHTED": slot_weights is not None,
         "STRIDE_UNIT": 4,
+        "EXPERTS_PER_RANK": experts_per_rank,
         "BLOCK": config.block,
         # not fewer than threads: then no two of them poll the same word and come to differ
         "TAKE": max(config.take, 32 * config.num_warps),
@@ -258,6 +277,7 @@ def give_back_rows(
     slot_weights: Tensor | None = None,
     gradients: Tensor | None = None,
     out: Tensor | None = None,
+    experts_per_rank: int = 0,
     profile: str = "latency",
     sms: int | None = None,
     aside: bool = False,
@@ -274,7 +294,7 @@ def give_back_rows(
         slot: `[R·C, K]` int32, the rows to sum for each row that came, -1 for none; slot_weights: `[R·C, K]` float32.
         gradients: `[R·C, K]`, summed as the rows are.
         out: `[M, H]`, contiguous, to write into.
-        profile, sms, aside: as for `send_rows`.
+        experts_per_rank, profile, sms, aside: as for `send_rows`.
 
     Returns:
         `[M, H]` and the gradients' sum `[M, K]` or None.
@@ -295,8 +315,9 @@ def give_back_rows(
     words = H * rows.itemsize // 4
     config = give_back_config(rows.device, capacity, channel.ep.num_ranks, words, terms, sms, profile)
     gradient = _give_back_triton(
-        channel, rows, came, ids, owner, capacity, slot, slot_weights, gradients, out, code, config, aside
-    )
+        channel, rows, came, ids, owner, capacity, slot, slot_weights, gradients, out, code, config, experts_per_rank,
+        aside,
+    )  # fmt: skip
     if rows.device.type == "cpu":
         channel.check()
     return out, gradient

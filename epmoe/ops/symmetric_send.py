@@ -32,6 +32,7 @@ from epmoe.ops.symmetric_words import (
     escaped,
     flipped,
     never_empty,
+    peek,
     quantize_words,
     ranks_of,
     take_record,
@@ -78,8 +79,9 @@ class Travelling:
         "num_tokens",
         "capacity",
         "num_experts",
-        "programs",
         "senders",
+        "takers",
+        "run",
         "limit_us",
         "code",
         "x_stride",
@@ -89,13 +91,13 @@ class Travelling:
 def _send_kernel(
     x, ids, owner, words, weights, came, out, out16, out_words, out_weights, out_scales,
     peers, peers16, clock, fault, dead,
-    num_tokens, capacity, num_experts, programs, senders, limit_us, code, x_stride, came_stride,
+    num_tokens, capacity, num_experts, senders, takers, run, limit_us, code, x_stride, came_stride,
     control_words, half_words,
     RANK: tl.constexpr, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     ROW: tl.constexpr, VALUES: tl.constexpr, IDS: tl.constexpr, WEIGHTS: tl.constexpr, SCALES: tl.constexpr,
     SLOT: tl.constexpr, KIND: tl.constexpr, FLIP: tl.constexpr, STRIDE_UNIT: tl.constexpr,
-    GROUPS: tl.constexpr, TAKE: tl.constexpr, RECORD_BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr, INTERPRETED: tl.constexpr,
+    EXPERTS_PER_RANK: tl.constexpr, GROUPS: tl.constexpr, TAKE: tl.constexpr, RECORD_BLOCK: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr, EAGER: tl.constexpr, DEPENDENT: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(DEPENDENT)
     let_next_start(DEPENDENT)
@@ -103,32 +105,29 @@ def _send_kernel(
     epoch = tl.load(clock + pid)
     turn, stamp = turn_of(epoch)
     own = peers[RANK]
-    if pid == 0:
-        announce(peers, stamp, turn, num_tokens, RANK, R)
     base = control_words + turn.to(tl.int64) * half_words
     RECORD: tl.constexpr = 1 + IDS + WEIGHTS if IDS + WEIGHTS > 0 else 0
     OTHERS: tl.constexpr = R - 1 if R > 1 else 1
     PARTS: tl.constexpr = (ROW + GROUPS * 64 - 1) // (GROUPS * 64)
     j = tl.arange(0, RECORD_BLOCK)
-    if pid < senders:
-        for v in range(pid, capacity * PARTS, senders):
-            token = v // PARTS
-            part = v % PARTS
+    s = tl.arange(0, SCALE_BLOCK)
+    lane = tl.arange(0, GROUPS)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    if pid == 0:
+        announce(peers, stamp, turn, num_tokens, RANK, R)
+        await_peers(own, stamp, turn, limit_us, fault, dead, code, RANK, R)
+    elif pid <= senders:
+        runs = (PARTS + run - 1) // run
+        for v in range(pid - 1, capacity * runs, senders):
+            token = v // runs
+            first = v % runs * run
             exists = token < num_tokens
-            group = part * GROUPS + tl.arange(0, GROUPS)
-            at = group[:, None] * 64 + tl.arange(0, 64)[None, :]
-            mask = at < tl.where(exists, ROW, 0)
-            w = tl.load(x + token.to(tl.int64) * (x_stride * STRIDE_UNIT) + at, mask=mask, other=0)
-            to = ranks_of(ids, owner, token, num_tokens, num_experts, K, KP)
+            from_row = x + token.to(tl.int64) * (x_stride * STRIDE_UNIT)
+            at = first * (GROUPS * 64) + lane
+            w = tl.load(from_row + at, mask=at < tl.where(exists, ROW, 0), other=0)
+            to = ranks_of(ids, owner, token, num_tokens, num_experts, K, KP, EXPERTS_PER_RANK)
             row = (RANK * capacity + token).to(tl.int64)
-            if SCALES > 0:
-                q, scale = quantize_words(w, KIND, INTERPRETED)
-            elif FLIP != 0:
-                q = flipped(w, FLIP)
-            else:
-                q = never_empty(w)
             if RECORD > 0:
-                if part == 0:
+                if first == 0:
                     sent = tl.where(exists, RECORD, 0)
                     is_id = (j > 0) & (j <= IDS) & (j < sent)
                     is_weight = (j > IDS) & (j < sent)
@@ -146,28 +145,48 @@ def _send_kernel(
                             goes = tl.max((to == r).to(tl.int32))
                             slot = peers[r] + base + row * SLOT + VALUES
                             tl.store(slot + j, tl.where(j == 0, goes, record), mask=j < sent)
-            for r in tl.static_range(R):
-                if tl.max((to == r).to(tl.int32)) > 0:
-                    if r == RANK:
-                        if SCALES > 0:
-                            tl.store(out16 + row * ROW + at, q, mask=mask)
-                            tl.store(out_scales + row * SCALES + group, scale, mask=group < SCALES)
+            for part in range(first, tl.minimum(first + run, PARTS)):
+                # the next part is on its way while this one is sent
+                behind = at + GROUPS * 64
+                more = part + 1 < tl.minimum(first + run, PARTS)
+                next_w = tl.load(from_row + behind, mask=behind < tl.where(exists & more, ROW, 0), other=0)
+                mask = at < tl.where(exists, ROW, 0)
+                group = part * GROUPS + tl.arange(0, GROUPS)
+                if SCALES > 0:
+                    q, scale = quantize_words(w, KIND, INTERPRETED)
+                elif FLIP != 0:
+                    q = flipped(w, FLIP)
+                else:
+                    q = never_empty(w)
+                for r in tl.static_range(R):
+                    if tl.max((to == r).to(tl.int32)) > 0:
+                        if r == RANK:
+                            if SCALES > 0:
+                                tl.store(out16 + row * ROW + at, q, mask=mask)
+                                tl.store(out_scales + row * SCALES + group, scale, mask=group < SCALES)
+                            else:
+                                tl.store(out + row * ROW + at, w, mask=mask)
                         else:
-                            tl.store(out + row * ROW + at, w, mask=mask)
-                    else:
-                        if SCALES > 0:
-                            tl.store(peers16[r] + 2 * (base + row * SLOT) + at, q, mask=mask)
-                            scales = peers[r] + base + row * SLOT + (VALUES + RECORD)
-                            bits = never_empty(scale.to(tl.int32, bitcast=True))
-                            tl.store(scales + group, bits, mask=group < SCALES)
-                        else:
-                            tl.store(peers[r] + base + row * SLOT + at, q, mask=mask)
+                            if SCALES > 0:
+                                tl.store(peers16[r] + 2 * (base + row * SLOT) + at, q, mask=mask)
+                                scales = peers[r] + base + row * SLOT + (VALUES + RECORD)
+                                bits = never_empty(scale.to(tl.int32, bitcast=True))
+                                tl.store(scales + group, bits, mask=group < SCALES)
+                            else:
+                                tl.store(peers[r] + base + row * SLOT + at, q, mask=mask)
+                w = next_w
+                at = behind
     else:
-        for v in range(pid - senders, capacity * (R - 1), programs - senders):
+        for v in range(pid - 1 - senders, capacity * (R - 1), takers):
             token = v // OTHERS
             source = (RANK + 1 + v % OTHERS) % R
             row = (source * capacity + token).to(tl.int64)
             slot = own + base + row * SLOT
+            first_cols = tl.arange(0, TAKE)
+            if EAGER:  # what is mostly there when the record is, and mostly for this rank
+                seen = peek(slot + first_cols, first_cols < VALUES)
+                if SCALES > 0:
+                    seen_bits = peek(slot + (VALUES + RECORD) + s, s < SCALES)
             if RECORD > 0:
                 control = own + turn * R + source
                 record, exists = take_record(
@@ -182,18 +201,23 @@ def _send_kernel(
                 k = tl.arange(0, KP)
                 here = tl.max(tl.load(came + row * came_stride + k, mask=k < K, other=-1)) >= 0
             if here:
+                if not EAGER:
+                    seen = peek(slot + first_cols, first_cols < VALUES)
+                    if SCALES > 0:
+                        seen_bits = peek(slot + (VALUES + RECORD) + s, s < SCALES)
                 for first in tl.static_range(0, VALUES, TAKE):
                     cols = first + tl.arange(0, TAKE)
-                    taken = take_words(slot + cols, cols < VALUES, limit_us, fault, dead, code, source)
+                    if first + TAKE < VALUES:
+                        next_seen = peek(slot + cols + TAKE, cols + TAKE < VALUES)
+                    taken = take_words(seen, slot + cols, cols < VALUES, limit_us, fault, dead, code, source)
                     tl.store(out + row * VALUES + cols, taken ^ FLIP, mask=cols < VALUES)
+                    if first + TAKE < VALUES:
+                        seen = next_seen
                 if SCALES > 0:
-                    s = tl.arange(0, SCALE_BLOCK)
                     ptrs = slot + (VALUES + RECORD) + s
-                    bits = take_words(ptrs, s < SCALES, limit_us, fault, dead, code, source)
+                    bits = take_words(seen_bits, ptrs, s < SCALES, limit_us, fault, dead, code, source)
                     tl.store(out_scales + row * SCALES + s, bits.to(tl.float32, bitcast=True), mask=s < SCALES)
-    if pid == programs - 1:
-        await_peers(own, stamp, turn, limit_us, fault, dead, code, RANK, R)
-    advance(clock, epoch, pid, programs)
+    advance(clock, epoch, pid, 1 + senders + takers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +246,7 @@ def travelling(values: Tensor, words: Tensor | None, weights: Tensor | None, sch
 def _send_rows_triton(
     channel: Channel, values: Tensor, ids: Tensor, owner: Tensor, capacity: int, words: Tensor | None,
     weights: Tensor | None, came: Tensor | None, scheme: str | None, code: int, config: SymmetricConfig,
-    aside: bool = False,
+    experts_per_rank: int, aside: bool,
 ) -> Sent:  # fmt: skip
     plan = travelling(values, words, weights, scheme)
     M, H = values.shape
@@ -240,7 +264,7 @@ def _send_rows_triton(
         out.view(torch.int32), None if scheme is None else out.view(torch.int16), out_words,
         None if out_weights is None else _words(out_weights), scales,
         channel.peers, channel.peers16, channel.clock, channel.fault, channel.dead,
-        M, capacity, owner.shape[0], config.programs, config.senders, channel.limit_us, code,
+        M, capacity, owner.shape[0], config.senders, config.takers, config.run, channel.limit_us, code,
         values.stride(0) * values.itemsize // 16, 0 if came is None else came.stride(0),
         channel.control_bytes // 4, channel.half_bytes // 4,
     )  # fmt: skip
@@ -258,11 +282,13 @@ def _send_rows_triton(
         "KIND": WORD_KINDS.get(values.dtype, 0),
         "FLIP": FLIP.get(values.dtype, 0),
         "STRIDE_UNIT": 4,
+        "EXPERTS_PER_RANK": experts_per_rank,
         "GROUPS": groups,
         # not fewer than threads: then no two of them poll the same word and come to differ
         "TAKE": max(config.take, 32 * config.num_warps),
         "RECORD_BLOCK": max(next_power_of_2(plan.record), 32 * config.num_warps),
         "SCALE_BLOCK": max(next_power_of_2(plan.scales), 32 * config.num_warps),
+        "EAGER": config.eager,
         "INTERPRETED": INTERPRET,
         **launch_options(values.device, config),
     }
@@ -341,6 +367,7 @@ def send_rows(
     weights: Tensor | None = None,
     came: Tensor | None = None,
     scheme: str | None = None,
+    experts_per_rank: int = 0,
     profile: str = "latency",
     sms: int | None = None,
     aside: bool = False,
@@ -359,6 +386,7 @@ def send_rows(
         words, weights: `[M, W]` int32 and `[M, K]` that travel along, both or neither.
         came: without them, the `[R·C, K]` ids that travelled in an earlier call with the same `ids`.
         scheme: `fp8_block` quantizes 16-bit values on the way, as `ops.quantize` does.
+        experts_per_rank: n where `owner[e] == e // n` for all e; 0: look owners up.
         profile: `latency` or `throughput`; see `symmetric_configs`.
         sms: the most SMs to use; None: all.
         aside: launch in the channel's own stream; `channel.arrival` then waits.
@@ -382,7 +410,9 @@ def send_rows(
         sms,
         profile,
     )
-    sent = _send_rows_triton(channel, values, ids, owner, capacity, words, weights, came, scheme, code, config, aside)
+    sent = _send_rows_triton(
+        channel, values, ids, owner, capacity, words, weights, came, scheme, code, config, experts_per_rank, aside
+    )
     if values.device.type == "cpu":
         channel.check()
     return sent

@@ -35,6 +35,8 @@ if HAVE_TRITON:
     _EMPTY = tl.constexpr(EMPTY)
     _ESCAPED = tl.constexpr(-(2**31) + 1)  # stands for a whole number that is -1
     _NAN = tl.constexpr(0x7FFFFFFF)  # NaN in fp32, bf16, fp16 and e4m3
+    # Polls between looks at the clock, which take longer than a poll. The interpreter's look lets others run.
+    _PATIENCE = tl.constexpr(1 if INTERPRET else 64)
 
 WORD_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtypes that kernels add up, and how a word of them is taken apart."""
@@ -132,22 +134,37 @@ def give_up(fault, dead, code, peer):
 
 
 @jit
-def take_words(ptrs, mask, limit_us, fault, dead, code, peer):
-    """Waits until no word under the mask is empty, empties them again, and returns them. Words that did not come in
-    time stay empty: as numbers they are NaN."""
-    # volatile: a relaxed load of each word, from where the peer's store lands
-    w = tl.load(ptrs, mask=mask, other=0, volatile=True)
+def is_late(start, limit_us, dead):
+    """Whether a wait has lasted too long, or another has."""
+    return (nanoseconds() - start > limit_us.to(tl.int64) * 1000) | (tl.load(dead, volatile=True) != 0)
+
+
+@jit
+def peek(ptrs, mask):
+    """Words as they are: a relaxed load of each, from where the peer's store lands. Several of these before anything
+    waits cost the time of one."""
+    return tl.load(ptrs, mask=mask, other=0, volatile=True)
+
+
+@jit
+def take_words(w, ptrs, mask, limit_us, fault, dead, code, peer):
+    """Waits until no word under the mask is empty, empties them again, and returns them; `w` is what a `peek` saw.
+    Words that did not come in time stay empty: as numbers they are NaN."""
     waiting = tl.max((w == _EMPTY).to(tl.int32))
-    if waiting != 0:
-        start = nanoseconds()
-        # 1: some are missing; 2: and it is too late. Clocks and flags are read by each thread for itself, so all that
-        # decides passes through the reduction and is the same for all.
-        while waiting == 1:
-            late = (nanoseconds() - start > limit_us.to(tl.int64) * 1000) | (tl.load(dead, volatile=True) != 0)
-            w = tl.load(ptrs, mask=mask, other=0, volatile=True)
+    polls = 0
+    start = tl.zeros((), tl.int64)
+    while waiting == 1:
+        w = peek(ptrs, mask)
+        waiting = tl.max((w == _EMPTY).to(tl.int32))
+        polls += 1
+        if polls % _PATIENCE == 0:
+            start = tl.where(start == 0, nanoseconds(), start)
+            late = is_late(start, limit_us, dead)
+            # 2: some are missing, and it is too late. Clocks and flags are read by each thread for itself, so all that
+            # decides passes through the reduction and is the same for all.
             waiting = tl.max((w == _EMPTY).to(tl.int32) * tl.where(late, 2, 1))
-        if waiting == 2:
-            give_up(fault, dead, code, peer)
+    if waiting == 2:
+        give_up(fault, dead, code, peer)
     tl.store(ptrs, tl.full(w.shape, _EMPTY, tl.int32), mask=mask)
     return w
 
@@ -159,15 +176,18 @@ def take_record(control, ptr, j, words, token, stamp, limit_us, fault, dead, cod
     announced = tl.load(control, volatile=True)
     w = tl.load(ptr + j, mask=j < words, other=0, volatile=True)
     waiting = tl.max(_missing(announced, w, token, stamp))
-    if waiting != 0:
-        start = nanoseconds()
-        while waiting == 1:
-            late = (nanoseconds() - start > limit_us.to(tl.int64) * 1000) | (tl.load(dead, volatile=True) != 0)
-            announced = tl.load(control, volatile=True)
-            w = tl.load(ptr + j, mask=j < words, other=0, volatile=True)
-            waiting = tl.max(_missing(announced, w, token, stamp) * tl.where(late, 2, 1))
-        if waiting == 2:
-            give_up(fault, dead, code, peer)
+    polls = 0
+    start = tl.zeros((), tl.int64)
+    while waiting == 1:
+        announced = tl.load(control, volatile=True)
+        w = tl.load(ptr + j, mask=j < words, other=0, volatile=True)
+        waiting = tl.max(_missing(announced, w, token, stamp))
+        polls += 1
+        if polls % _PATIENCE == 0:
+            start = tl.where(start == 0, nanoseconds(), start)
+            waiting = tl.max(_missing(announced, w, token, stamp) * tl.where(is_late(start, limit_us, dead), 2, 1))
+    if waiting == 2:
+        give_up(fault, dead, code, peer)
     exists = (waiting == 0) & (token < (announced & _COUNT_MASK))
     tl.store(ptr + j, tl.full(j.shape, _EMPTY, tl.int32), mask=j < tl.where(exists, words, 0))
     return w, exists
@@ -182,7 +202,7 @@ def _missing(announced, w, token, stamp):
 
 @jit
 def announce(peers, stamp, turn, count, RANK: tl.constexpr, R: tl.constexpr):
-    """One program tells every peer, at the start of an operation, that the ones before it are done.
+    """The herald tells every peer, at the start of an operation, that the ones before it are done.
 
     No release is needed for that: what they wrote was complete when this kernel began (the end of a kernel, or
     `wait_for_previous`, makes its writes visible to all), and this store comes after.
@@ -194,7 +214,7 @@ def announce(peers, stamp, turn, count, RANK: tl.constexpr, R: tl.constexpr):
 
 @jit
 def await_peers(control, stamp, turn, limit_us, fault, dead, code, RANK: tl.constexpr, R: tl.constexpr):
-    """One program ends only when every peer has announced this operation, and with it the kernel: whatever follows in
+    """The herald ends only when every peer has announced this operation, and with it the kernel: whatever follows in
     the stream may write into the half that the operation before this one used. The acquire pairs with nothing younger
     than the peer's last kernel; the stores that rely on it come in the next kernel here."""
     for r in tl.static_range(R):
@@ -202,15 +222,18 @@ def await_peers(control, stamp, turn, limit_us, fault, dead, code, RANK: tl.cons
             ptr = control + turn * R + r
             # a scalar atomic whose result is used: one thread asks, all get its answer
             announced = tl.atomic_add(ptr, 0, sem="acquire", scope="sys")
+            polls = 0
+            start = tl.zeros((), tl.int64)
+            late = 0
+            while ((announced >> _COUNT_BITS) != stamp) & (late == 0):
+                announced = tl.atomic_add(ptr, 0, sem="acquire", scope="sys")
+                polls += 1
+                if polls % _PATIENCE == 0:
+                    start = tl.where(start == 0, nanoseconds(), start)
+                    passed = (nanoseconds() - start > limit_us.to(tl.int64) * 1000).to(tl.int32)
+                    late = tl.atomic_or(dead, passed, sem="relaxed", scope="gpu")  # the same for all threads
             if (announced >> _COUNT_BITS) != stamp:
-                start = nanoseconds()
-                late = 0
-                while ((announced >> _COUNT_BITS) != stamp) & (late == 0):
-                    announced = tl.atomic_add(ptr, 0, sem="acquire", scope="sys")
-                    passed = nanoseconds() - start > limit_us.to(tl.int64) * 1000
-                    late = tl.atomic_or(dead, passed.to(tl.int32), sem="relaxed", scope="gpu") | passed.to(tl.int32)
-                if (announced >> _COUNT_BITS) != stamp:
-                    give_up(fault, dead, code, r)
+                give_up(fault, dead, code, r)
 
 
 @jit
@@ -228,9 +251,15 @@ def advance(clock, epoch, program, programs):
 
 
 @jit
-def ranks_of(ids, owner, token, num_tokens, num_experts, K: tl.constexpr, KP: tl.constexpr):
-    """`[KP]`: the ranks that own the token's experts, -1 for none."""
+def ranks_of(
+    ids, owner, token, num_tokens, num_experts, K: tl.constexpr, KP: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr
+):
+    """`[KP]`: the ranks that own the token's experts, -1 for none. Where experts lie in order and evenly over the ranks
+    (`EXPERTS_PER_RANK` > 0) they are computed, which spares a read that waits for another."""
     k = tl.arange(0, KP)
     e = tl.load(ids + token.to(tl.int64) * K + k, mask=k < tl.where(token < num_tokens, K, 0), other=-1)
     known = (e >= 0) & (e < num_experts)
-    return tl.load(owner + tl.where(known, e, 0), mask=known, other=-1)
+    if EXPERTS_PER_RANK > 0:
+        return tl.where(known, tl.where(known, e, 0) // EXPERTS_PER_RANK, -1)
+    else:
+        return tl.load(owner + tl.where(known, e, 0), mask=known, other=-1)

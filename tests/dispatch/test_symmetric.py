@@ -69,9 +69,10 @@ def against_all_to_all(rank: int, ranks: int, mode: str, seed: int) -> None:
     dtypes = (torch.bfloat16, torch.float32, torch.float16) if mode == "torch" else (torch.bfloat16,)
     for n, dtype in enumerate((*dtypes, dtypes[0])):
         os.environ["EPMOE_CPU_KERNELS"] = "torch"
-        wanted = round_trip(make(AllToAllDispatcher, ep), *batch(rank, seed + n, dtype))
+        experts = E + n % 2  # one more: two ranks get the same number, and owners are computed
+        wanted = round_trip(make(AllToAllDispatcher, ep, experts=experts), *batch(rank, seed + n, dtype))
         os.environ["EPMOE_CPU_KERNELS"] = mode
-        got = round_trip(make(SymmetricDispatcher, ep), *batch(rank, seed + n, dtype))
+        got = round_trip(make(SymmetricDispatcher, ep, experts=experts), *batch(rank, seed + n, dtype))
         for part, (a, b) in enumerate(zip(got, wanted, strict=True)):
             assert torch.equal(a, b), (mode, dtype, part)
 
@@ -352,101 +353,3 @@ def test_the_death_of_a_rank_does_not_hang_the_others() -> None:
     with pytest.raises(RankFailed) as failure:
         run_ranks(one_rank_fails, 3, args=("triton", "dies"), timeout=60)
     assert failure.value.rank == 1 and failure.value.kind == "exit code 7"
-
-
-# ---- GPUs
-
-
-def captured(rank: int, ranks: int, seed: int) -> list[float]:
-    """Captures once, then replays with other inputs between eager calls of this layer and another."""
-    ep = EPGroup(timeout=60)
-    d, other = make(SymmetricDispatcher, ep, capacity=32), make(SymmetricDispatcher, ep, capacity=7, layer="other")
-    g = torch.Generator("cuda").manual_seed(seed + rank)
-
-    def draw(tokens: int) -> tuple[Tensor, ...]:
-        ids = torch.rand(tokens, E, generator=g, device="cuda").argsort(1)[:, :K].int()
-        ids[torch.rand(ids.shape, generator=g, device="cuda") < 0.2] = -1
-        x = torch.randn(tokens, 1024, generator=g, device="cuda").bfloat16()
-        return x, ids, torch.rand(tokens, K, generator=g, device="cuda")
-
-    def call(d: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        rows = d.dispatch_async(x, ids, weights, scheme="fp8_block").wait().dequantized(torch.bfloat16)
-        pairs = torch.where(owned(rows), rows.topk_weights, 0).sum(1, keepdim=True)
-        return d.combine((rows.x * pairs).bfloat16(), rows.handle)
-
-    errors = []
-    with torch.no_grad():
-        static = draw(20)
-        for batch in (static, draw(7)):
-            call(d, *batch)
-            call(other, *(t[:7] for t in batch))
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = call(d, *static)
-        for n in range(8):
-            fresh = draw(20)
-            want = call(d, *fresh)
-            if n % 3 == rank:
-                torch.cuda._sleep(10_000_000)
-            for place, tensor in zip(static, fresh, strict=True):
-                place.copy_(tensor)
-            graph.replay()
-            call(other, *draw(n))
-            if n % 2:
-                graph.replay()
-            errors.append(float((out - want).abs().max()))
-    torch.cuda.synchronize()
-    for channel in ep.channels:
-        channel.check()
-    return errors
-
-
-@pytest.mark.gpu2
-def test_a_captured_round_trip_replays_between_eager_ones(seed: int) -> None:
-    assert run_ranks(captured, 2, args=(seed,), backend="nccl", timeout=150) == [[0.0] * 8] * 2
-
-
-def on_gpus_against_all_to_all(rank: int, ranks: int, seed: int) -> None:
-    ep = EPGroup(timeout=60)
-    for dtype in (torch.bfloat16, torch.float32):
-        results = []
-        for kind in (SymmetricDispatcher, AllToAllDispatcher):
-            x, ids, weights = (t.cuda() for t in batch(rank, seed, dtype))
-            results.append(round_trip(make(kind, ep), x, torch.where(ids < E, ids, -1), weights))
-        for part, (a, b) in enumerate(zip(*results, strict=True)):
-            assert torch.equal(a, b), (dtype, part)
-
-
-@pytest.mark.gpu2
-def test_on_gpus_rows_sums_and_gradients_are_those_of_all_to_all_to_the_bit(seed: int) -> None:
-    run_ranks(on_gpus_against_all_to_all, 2, args=(seed,), backend="nccl", timeout=150)
-
-
-def late_on_gpus(rank: int, ranks: int) -> str:
-    d = make(SymmetricDispatcher, EPGroup(timeout=60))
-    x, ids, weights = (t.cuda() for t in batch(0, 1))
-    for _ in range(2):
-        rows = d.dispatch(x, ids, weights)
-        d.combine(rows.x, rows.handle)
-    torch.cuda.synchronize()
-    dist.barrier()
-    d.ep.timeout = 1.0
-    if rank == 1:
-        time.sleep(4.0)
-        return "late"
-    started = time.monotonic()
-    d.dispatch(x, ids, weights)
-    torch.cuda.synchronize()
-    assert 0.9 < time.monotonic() - started < 2.5, "not at the deadline"
-    started = time.monotonic()
-    with pytest.raises(PeerError) as failure:
-        d.dispatch(x, ids, weights)
-    assert time.monotonic() - started < 0.5
-    return str(failure.value)
-
-
-@pytest.mark.gpu2
-def test_on_gpus_a_late_rank_is_an_error_at_the_next_call(seed: int) -> None:
-    message, _ = run_ranks(late_on_gpus, 2, backend="nccl", timeout=90)
-    assert "rank 1 has not delivered" in message and "blocks.3.moe', dispatch" in message
