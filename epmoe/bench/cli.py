@@ -7,6 +7,7 @@ the ranks. Each is printed and recorded when it is done, so that a run that is c
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from epmoe.bench import routed_mlp as mlps
 from epmoe.bench.dispatch_combine import DispatchCombineCase, measure_dispatch_combine
 from epmoe.bench.grouped_gemm import GroupedGemmCase, measure_grouped_gemm
 from epmoe.bench.layer import LayerCase, measure_layer
+from epmoe.bench.overlap import OverlapCase, measure_overlap
 from epmoe.bench.records import RESULTS, Record
 from epmoe.bench.routed_mlp import RoutedMLPCase, measure_routed_mlp
 from epmoe.bench.session import Measure, Settings, run_bench
@@ -178,6 +180,38 @@ def dispatch_combine(
     _run(measure_dispatch_combine, cases, ranks, out, quick, device, timeout)
 
 
+@bench_app.command("overlap")
+def overlap(
+    shape: Shapes = "qwen3-30b",
+    shared: Annotated[str, typer.Option(help="Shared experts, of the routed ones' width each.")] = "0,2",
+    tokens: TokensPerRank = "2048,4096,8192,16384",
+    ranks: Ranks = 2,
+    mode: Modes = "infer,train",
+    dispatcher: Dispatchers = "all_to_all",
+    layers: Annotated[int, typer.Option(min=1, help="Blocks of a step.")] = 4,
+    graph: Annotated[bool, typer.Option("--graph", help="Time CUDA graphs: infer, dispatchers that capture.")] = False,
+    traces: Annotated[Path | None, typer.Option(help="Folder for a timeline of each way to run a step.")] = None,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "auto",
+    timeout: Timeout = TIMEOUT,
+) -> None:
+    """Steps of transformer blocks: serial, overlapped in each way, and with rows that do not move."""
+    cases = _cases(
+        OverlapCase,
+        shape=_values(shape),
+        shared_experts=_numbers(shared, "shared", least=0),
+        tokens=_numbers(tokens),
+        mode=_values(mode),
+        dispatcher=_values(dispatcher),
+        ranks=[ranks],
+        layers=[layers],
+        graph=[graph],
+    )
+    measure = functools.partial(measure_overlap, traces=None if traces is None else traces.resolve())
+    _run(measure, cases, ranks, out, quick, device, timeout)
+
+
 @bench_app.command("table")
 def table(
     check: Annotated[bool, typer.Option("--check", help="Change nothing; fail if README is not up to date.")] = False,
@@ -255,11 +289,11 @@ def _values(option: str) -> list[str]:
     return values
 
 
-def _numbers(option: str, name: str = "tokens") -> list[int]:
+def _numbers(option: str, name: str = "tokens", least: int = 1) -> list[int]:
     values = _values(option)
     for value in values:
-        if not value.isdecimal() or int(value) < 1:
-            raise typer.BadParameter(f"{name}={value!r}: must be a whole number above 0")
+        if not value.isdecimal() or int(value) < least:
+            raise typer.BadParameter(f"{name}={value!r}: must be a whole number above {least - 1}")
     return [int(value) for value in values]
 
 

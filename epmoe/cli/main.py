@@ -88,6 +88,27 @@ def tune(
     run(shape, ranks, scheme, rows, train, out, candidates, repeat, workers)
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def trace(
+    command: Annotated[list[str], typer.Argument(help="After `--`: what to run, torchrun included.")],
+    out: Annotated[str, typer.Option(help="Folder of rank<r>.json, and of rank<r>.png.")] = "trace",
+    skip: Annotated[int, typer.Option(min=0, help="Calls of a layer to let pass first: warm-up.")] = 0,
+    calls: Annotated[int, typer.Option(min=1, help="Calls of a layer to record; in microbatches one for each.")] = 64,
+    png: Annotated[bool, typer.Option("--png", help="Also draw (needs matplotlib).")] = False,
+) -> None:
+    """Run a command and show what ran under what: `epmoe trace -- torchrun --nproc-per-node 2 train.py`.
+
+    Writes Chrome's trace format, a file per rank, and prints how much communication was exposed.
+    """
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from epmoe.cli.trace import trace_command
+
+    raise typer.Exit(trace_command(command, Path(out), skip, calls, png, Console(highlight=False)))
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

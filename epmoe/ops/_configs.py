@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from epmoe.ops._leases import leased_sms
 from epmoe.ops._triton import INTERPRET, cdiv, next_power_of_2, triton
 from epmoe.tuning.store import tuned
 
@@ -251,9 +252,17 @@ def row_config(width: int) -> RowConfig:
 
 
 def num_programs(device: torch.device, programs_per_sm: int, work: int) -> int:
-    """How many programs share `work` items: at least 1, at most `programs_per_sm` per SM (0: one for each item)."""
-    limit = work if programs_per_sm == 0 else programs_per_sm * _num_sms(device)
+    """How many programs share `work` items: at least 1, at most `programs_per_sm` per SM (0: one for each item).
+
+    SMs that are leased to rows on their way do not count. Ask at each launch: the answer must not be kept.
+    """
+    limit = work if programs_per_sm == 0 else programs_per_sm * max(1, _num_sms(device) - leased_sms(device))
     return max(1, min(work, limit))
+
+
+def most_programs(device: torch.device, programs_per_sm: int, work: int) -> int:
+    """The same with nothing leased: what plans that are kept, and barriers among programs, reckon with."""
+    return max(1, min(work, work if programs_per_sm == 0 else programs_per_sm * _num_sms(device)))
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from epmoe.ops._configs import _has_roomy_sms, _has_tma, _num_sms, expected_rows, most_row_tiles, num_programs
+from epmoe.ops._configs import _has_roomy_sms, _has_tma, _num_sms, expected_rows, most_programs, most_row_tiles
 from epmoe.ops._dependent_launch import dependent_launch
 from epmoe.ops._triton import INTERPRET, cdiv, next_power_of_2
 from epmoe.tuning.store import lookup
@@ -166,7 +166,7 @@ def few_rows_plan(
     }
     join = {"L": L, "L_BLOCK": block_l, "BLOCK": JOIN_BLOCK, "INTERPRETED": INTERPRET, "num_warps": 2, **launch}
     return FewRowsPlan(
-        programs=num_programs(device, config.programs_per_sm, items),
+        programs=most_programs(device, config.programs_per_sm, items),
         split=config.split,
         descriptor=descriptor,
         constants=constants,

@@ -11,7 +11,7 @@ import functools
 
 import torch
 
-from epmoe.ops._configs import _has_roomy_sms, num_programs
+from epmoe.ops._configs import _has_roomy_sms, most_programs
 from epmoe.ops._triton import INTERPRET, cdiv, next_power_of_2
 
 MAX_TOKENS = 4  # from 8 on sorting them and grouped GEMMs are faster
@@ -58,7 +58,7 @@ def routed_mlp_config(
 ) -> RoutedMLPConfig:
     """The configuration for `tokens` tokens of `top_k` experts each, whose weights are `[2i, h]` (`[i, h]` not gated)
     and `[h, i]`."""
-    programs = num_programs(device, 1, max(h, i))
+    programs = most_programs(device, 1, max(h, i))
     padded, warps = next_power_of_2(tokens), 4
     # GEMM1's tiles are finer with more pieces: only where that spreads them more evenly
     parts, tiles = 2 if gated else 1, tokens * top_k

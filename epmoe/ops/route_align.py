@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from epmoe.config import RouterConfig
-from epmoe.ops._configs import num_programs
+from epmoe.ops._configs import most_programs
 from epmoe.ops._dependent_launch import dependent_launch, let_next_start
 from epmoe.ops._grid_barrier import cooperative_launch, grid_arrive, grid_parity, grid_wait
 from epmoe.ops._triton import INTERPRET, cdiv, jit, next_power_of_2, on_device_of, op, tl, use_triton
@@ -137,7 +137,7 @@ def _fits(logits: Tensor, top_k: int, num_groups: int) -> bool:
     if not use_triton(logits) or columns > MAX_COLUMNS or num_tokens * top_k > ALL_PAIRS_MAX:
         return False
     programs = _programs(num_tokens, num_experts, top_k, max(1, TILE // columns))
-    return not logits.is_cuda or programs == num_programs(logits.device, PROGRAMS_PER_SM, programs)
+    return not logits.is_cuda or programs == most_programs(logits.device, PROGRAMS_PER_SM, programs)
 
 
 def route_align_reference(

@@ -26,6 +26,10 @@ except ImportError:
     HAVE_GREENLET = False
 
 
+# bound once: every switch asks them
+_any_autocast = torch._C._is_any_autocast_enabled
+_grad = torch.is_grad_enabled
+_inference = torch.is_inference_mode_enabled
 _top_hooks = _autograd._top_saved_tensors_default_hooks
 _pop_hooks = _autograd._pop_saved_tensors_default_hooks
 _push_hooks = _autograd._push_saved_tensors_default_hooks
@@ -34,54 +38,86 @@ _push_hooks = _autograd._push_saved_tensors_default_hooks
 class ThreadState:
     """What torch keeps per thread and a microbatch may change, as it is when this is made.
 
+    Every switch passes here twice, so what is as it was costs a look at most: autocast's dtype and cache none, as long
+    as it is off before and after.
+
     Args:
         device: whose autocast, stream and random generator count.
         randomness: include the random generator; on CPU that costs a copy of its 5 kB.
     """
 
-    __slots__ = ("autocast", "cached", "device", "dtype", "generator", "grad", "hooks", "inference", "kind", "stream")
+    __slots__ = (
+        *("any_autocast", "autocast", "cached", "device", "dtype", "generator", "grad", "hooks", "index", "inference"),
+        *("kind", "raw_stream", "stream"),
+    )
 
     def __init__(self, device: torch.device, randomness: bool) -> None:
         self.device, self.kind = device, device.type
-        self._look(randomness)
-
-    def _look(self, randomness: bool) -> None:
-        kind = self.kind
-        self.grad = torch.is_grad_enabled()
-        self.inference = torch.is_inference_mode_enabled()
-        self.autocast = torch.is_autocast_enabled(kind)
-        self.dtype = torch.get_autocast_dtype(kind)
-        self.cached = torch.is_autocast_cache_enabled()
-        self.stream = torch.cuda.current_stream(self.device) if kind == "cuda" else None
+        self.index = -1  # of a CUDA device
+        if device.type == "cuda":
+            self.index = torch.cuda.current_device() if device.index is None else device.index
+        self.raw_stream, self.stream = 0, None
+        self.inference = _inference()
         self.generator: Any = None
-        if randomness:
-            cuda = kind == "cuda"
-            self.generator = _cuda_generator(self.device).graphsafe_get_state() if cuda else torch.get_rng_state()
         self.hooks: list[Any] | None = None
+        self._look_at_autocast()
+        self.look(randomness)
+        if self.index >= 0:
+            self.stream = torch.cuda.current_stream(self.index)
+
+    def _look_at_autocast(self) -> None:
+        self.any_autocast = _any_autocast()
+        self.autocast = torch.is_autocast_enabled(self.kind)
+        self.dtype = torch.get_autocast_dtype(self.kind)
+        self.cached = torch.is_autocast_cache_enabled()
+
+    def look(self, randomness: bool) -> None:
+        """Becomes the state as it is now; inference mode can't have changed."""
+        self.grad = _grad()
+        if self.any_autocast or _any_autocast():
+            self._look_at_autocast()
+        if self.index >= 0:
+            raw = torch._C._cuda_getCurrentRawStream(self.index)
+            if raw != self.raw_stream:
+                self.raw_stream, self.stream = raw, torch.cuda.current_stream(self.index)
+        if randomness:
+            cuda = self.kind == "cuda"
+            self.generator = _cuda_generator(self.device).graphsafe_get_state() if cuda else torch.get_rng_state()
         if _top_hooks(False) is not None:
             self.hooks = _take_hooks()
             _put_hooks(self.hooks)
+        else:
+            self.hooks = None
 
-    def again(self, randomness: bool) -> ThreadState:
-        """The state as it is now, in place of what this was."""
-        self._look(randomness)
-        return self
+    def restore(self, left: ThreadState | None = None) -> None:
+        """Makes the thread what it was; what has not changed is left alone, since every switch passes here.
 
-    def restore(self) -> None:
-        """Makes the thread what it was; what has not changed is left alone, since every switch passes here."""
-        kind = self.kind
-        if torch.is_grad_enabled() is not self.grad:
+        Args:
+            left: the thread's present state, where it is known: nearly always the same, which needs no further look.
+        """
+        if (
+            left is not None  # by who ran last
+            and self.grad is left.grad
+            and self.raw_stream == left.raw_stream
+            and not (self.any_autocast or left.any_autocast)
+            and self.hooks is left.hooks is self.generator is None
+        ):
+            return
+        if _grad() is not self.grad:
             torch._C._set_grad_enabled(self.grad)
-        if torch.is_autocast_enabled(kind) is not self.autocast:
-            torch.set_autocast_enabled(kind, self.autocast)
-        if torch.get_autocast_dtype(kind) is not self.dtype:
-            torch.set_autocast_dtype(kind, self.dtype)
-        if torch.is_autocast_cache_enabled() is not self.cached:
-            torch.set_autocast_cache_enabled(self.cached)
-        if self.stream is not None and torch.cuda.current_stream(self.device) != self.stream:
+        if self.any_autocast or _any_autocast():
+            kind = self.kind
+            if torch.is_autocast_enabled(kind) is not self.autocast:
+                torch.set_autocast_enabled(kind, self.autocast)
+            if torch.get_autocast_dtype(kind) is not self.dtype:
+                torch.set_autocast_dtype(kind, self.dtype)
+            if torch.is_autocast_cache_enabled() is not self.cached:
+                torch.set_autocast_cache_enabled(self.cached)
+        if self.index >= 0 and torch._C._cuda_getCurrentRawStream(self.index) != self.raw_stream:
+            assert self.stream is not None
             torch.cuda.set_stream(self.stream)
         if self.generator is not None:
-            if kind == "cuda":
+            if self.kind == "cuda":
                 _cuda_generator(self.device).graphsafe_set_state(self.generator)
             else:
                 torch.set_rng_state(self.generator)
@@ -114,17 +150,17 @@ def _put_hooks(hooks: list[Any]) -> None:
         _push_hooks(pack, unpack)
 
 
-def _modes_entered() -> tuple[int, int]:
-    """How many dispatch modes (as of selective checkpointing) and function modes (as of default devices) there are."""
-    return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
+# how many dispatch modes (as of selective checkpointing) and function modes (as of default devices) there are
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
 
 
 def _leave_modes(outer: tuple[int, int]) -> tuple[list[Any], list[Any]]:
     """Takes off the thread's stacks what came after `outer`, innermost first."""
     dispatch, function = [], []
-    while torch._C._len_torch_dispatch_stack() > outer[0]:
+    while _dispatch_modes() > outer[0]:
         dispatch.append(_pop_mode())
-    while torch._C._len_torch_function_stack() > outer[1]:
+    while _function_modes() > outer[1]:
         function.append(torch._C._pop_torch_function_stack())
     return dispatch, function
 
@@ -154,11 +190,12 @@ class Microbatch(_Base):  # type: ignore[misc]
         self.index = index
         self.randomness = randomness
         self.state = state
-        self._outer = _modes_entered()  # by the caller, around all microbatches
+        self._outer = _dispatch_modes(), _function_modes()  # entered by the caller, around all microbatches
 
-    def resume(self) -> Any:
-        """Runs until it yields or ends; the thread's state is its own meanwhile. Called by the scheduler."""
-        self.state.restore()
+    def resume(self, left: ThreadState | None = None) -> Any:
+        """Runs until it yields or ends; the thread's state is its own meanwhile. Called by the scheduler, which may
+        know how the thread was left."""
+        self.state.restore(left)
         return self.switch()
 
     def let_others_run(self) -> None:
@@ -168,13 +205,15 @@ class Microbatch(_Base):  # type: ignore[misc]
             RuntimeError: inside an inference mode that began inside `run_microbatched`, which can't be left and entered
                 again.
         """
-        if torch.is_inference_mode_enabled() is not self.state.inference:
+        if _inference() is not self.state.inference:
             raise RuntimeError(
                 "a microbatch would yield inside torch.inference_mode(): enter it around run_microbatched, or use "
                 "torch.no_grad() inside"
             )
-        self.state.again(self.randomness)
-        modes = _leave_modes(self._outer) if _modes_entered() != self._outer else None
+        self.state.look(self.randomness)
+        modes = None
+        if _dispatch_modes() != self._outer[0] or _function_modes() != self._outer[1]:
+            modes = _leave_modes(self._outer)
         self.parent.switch()
         if modes is not None:
             _enter_modes(modes)

@@ -3,9 +3,9 @@
     microbatch 0   attention ─ dispatch launched ┄┄┄┄┄┄┄┄┄┄┄┄ experts ─ combine launched ┄┄┄┄┄┄┄┄┄┄┄
     microbatch 1                                 attention ─ dispatch launched ┄┄┄┄┄┄┄┄ experts ─ …
 
-`MoEKernel` yields after launching a dispatch and after launching a combine (its shared experts first). All in one
-thread: an exception reaches the caller and ends the other microbatches. In training autograd replays the mirror image,
-since launch and wait are nodes of their own.
+`MoEKernel` yields where it would wait for a dispatch or a combine (its shared experts first); a launch that begins by
+waiting for counts is put off until then, see `comm.beside`. All in one thread: an exception reaches the caller and ends
+the other microbatches. In training autograd replays the mirror image, since launch and wait are nodes of their own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from epmoe.comm import EPGroup
+from epmoe.comm.recording import recording
 from epmoe.overlap.microbatch import HAVE_GREENLET, Microbatch, ThreadState, current_microbatch
 
 Phase = Literal["prefill", "decode"]
@@ -36,13 +37,16 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True)
 class MinTokens:
-    """Below so many tokens over all ranks a batch runs unsplit: there is too little to hide behind.
+    """Below so many tokens per rank, as a mean over ranks, a batch runs unsplit.
 
-    The defaults are cautious guesses: where splitting begins to pay depends on the model and the links, so measure.
+    Splitting doubles the launches, and the host has to keep ahead of the device with half the rows. On two H200 steps
+    of 8,192 tokens per rank took twice as long in two parts: launching half a layer took the host 2.2 ms (`symmetric`)
+    to 4.3 ms (`all_to_all`), computing it 1.2 ms. The defaults are where computing would last longer, by that measure;
+    a faster host, or a CUDA graph, splits sooner, so measure (`epmoe bench overlap`).
     """
 
-    prefill: int = 4096
-    decode: int = 512
+    prefill: int = 32768
+    decode: int = 32768
 
 
 def run_microbatched(
@@ -170,18 +174,19 @@ def _worth_splitting(
     tokens = first.shape[:-1].numel() if first.is_floating_point() else first.numel()
     capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
     if ep is None or capturing:
-        return parts > 1 and tokens * (ep.num_ranks if ep is not None else 1) >= limit
+        return parts > 1 and tokens >= limit
     operation = "agreeing on microbatches"
-    mine = torch.tensor([tokens, parts, limit], dtype=torch.int64, device=ep.device)
-    gathered, work = ep.all_gather_async(mine)
-    ep.wait(work, operation)
-    numbers = ep.to_host(gathered, operation)
+    with ep.beside.alone():  # the device may be far behind the host
+        mine = torch.tensor([tokens, parts, limit], dtype=torch.int64, device=ep.device)
+        gathered, work = ep.all_gather_async(mine)
+        ep.wait(work, operation)
+        numbers = ep.to_host(gathered, operation)
     ranks = [numbers[rank * 3 : rank * 3 + 3] for rank in range(ep.num_ranks)]
     for name, position in (("num_microbatches", 1), ("min_tokens", 2)):
         values = [rank[position] for rank in ranks]
         if len(set(values)) > 1:
             raise ValueError(f"{name} differs between ranks, {values} on ranks 0..{ep.num_ranks - 1}: must be the same")
-    return parts > 1 and sum(rank[0] for rank in ranks) >= limit
+    return parts > 1 and sum(rank[0] for rank in ranks) >= limit * ep.num_ranks
 
 
 def _run(
@@ -203,14 +208,25 @@ def _run(
         Microbatch(index, runner(index, args), before.with_seed(seed) if randomness else copy.copy(before), randomness)
         for index, (args, seed) in enumerate(zip(arguments, seeds, strict=True))
     ]
+    recorder = recording()
+
     try:
+        left: ThreadState | None = None  # as who yielded last has left the thread
         while waiting:
             for microbatch in list(waiting):
-                microbatch.resume()
-                while not interleave and not microbatch.dead:
-                    microbatch.resume()
-                if microbatch.dead:
-                    waiting.remove(microbatch)
+                while True:
+                    if recorder is None:
+                        microbatch.resume(left)
+                    else:
+                        with recorder.microbatch(microbatch.index):
+                            microbatch.resume(left)
+                    if microbatch.dead:
+                        waiting.remove(microbatch)
+                        left = None
+                        break
+                    left = microbatch.state
+                    if interleave:
+                        break
     finally:
         _end(waiting)
         before.restore()
