@@ -14,6 +14,7 @@ import torch
 from epmoe.cli import machine
 from epmoe.cli.finding import Finding, Report, Section
 from epmoe.cli.trials import Trial, attempt, layer_is_right, run_apart, torch_compile_works, triton_compiles
+from epmoe.comm.nodes import VARIABLE
 from epmoe.dispatch import DISPATCHERS
 from epmoe.experts import EXPERTS
 
@@ -63,9 +64,14 @@ def dispatcher_trials(device: str, experts: str, ranks: int) -> list[Trial]:
         trials.append(
             Trial(title, layer_is_right, args, env=_LOOPBACK)
             if alone
-            else Trial(title, layer_is_right, args, world_size=ranks, backend=backend)
+            else Trial(title, layer_is_right, args, world_size=ranks, backend=backend, env=_halves(name, ranks))
         )
     return trials
+
+
+def _halves(dispatcher: str, ranks: int) -> dict[str, str]:
+    """Takes the halves of the ranks for nodes, where a dispatcher goes by nodes."""
+    return {VARIABLE: str(-(-ranks // 2))} if dispatcher == "hierarchical" else {}
 
 
 def examine(*, ranks: int = 2, timeout: float = 60.0, say: Callable[[str], None] = lambda _: None) -> Report:

@@ -32,6 +32,7 @@ _VARIABLES = (
     "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_ALGO", "NCCL_PROTO", "NCCL_DEBUG",
     "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "OMP_NUM_THREADS", "TRITON_INTERPRET",
     "TRITON_CACHE_DIR", "TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE", "EPMOE_CPU_KERNELS", "EPMOE_VALIDATE",
+    "EPMOE_RANKS_PER_NODE",
 )  # fmt: skip
 
 
@@ -136,6 +137,8 @@ def _judge(name: str, value: str, env: Mapping[str, str], gpu: bool) -> tuple[st
         return "must be torch or triton", "unset EPMOE_CPU_KERNELS, or set it to torch or triton"
     if name == "EPMOE_CPU_KERNELS" and value == "triton" and env.get("TRITON_INTERPRET") != "1":
         return "needs TRITON_INTERPRET=1", "set TRITON_INTERPRET=1 beside EPMOE_CPU_KERNELS=triton, or unset both"
+    if name == "EPMOE_RANKS_PER_NODE" and not (value.isdecimal() and int(value) > 0):
+        return "must be an int > 0", "set EPMOE_RANKS_PER_NODE to the ranks that share a node, or unset it"
     if name == "EPMOE_VALIDATE" and value not in ("", "0"):
         return "", "EPMOE_VALIDATE makes every layer wait for the device: unset it once the ids are known to be right"
     if name == "CUDA_LAUNCH_BLOCKING" and on and gpu:

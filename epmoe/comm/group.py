@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epmoe.comm.symmetric import Channel
+from epmoe.comm.beside import Beside
+from epmoe.comm.copies import Copies
+from epmoe.comm.nodes import Nodes, declared_labels, find_nodes
+from epmoe.comm.symmetric import Channel, unreachable
 from epmoe.comm.workspace import Workspace
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
@@ -42,6 +45,8 @@ class EPGroup:
         device: where tensors live. None: the current CUDA device under NCCL, else CPU.
         timeout: seconds any wait may take. Under NCCL the host meets a silent peer at the count exchange of the next
             layer; a kernel that hangs in between is ended by torch's own watchdog after the same time.
+        nodes: ranks per node, or each rank's node, the same on all ranks. None: EPMOE_RANKS_PER_NODE where that is set,
+            else ranks of one host share a node. Say it where fast links reach further than a host, or not as far.
 
     Raises:
         ValueError: torch.distributed is not initialised, or the backend does not fit the device.
@@ -59,6 +64,7 @@ class EPGroup:
         *,
         device: torch.device | str | None = None,
         timeout: float = 300.0,
+        nodes: int | Sequence[object] | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError(
@@ -88,9 +94,16 @@ class EPGroup:
         self._all_to_all_options = dist.distributed_c10d.AllToAllOptions()
         self._all_to_all_options.asyncOp = True
         self._workspaces: dict[int, Workspace] = {}
+        self.beside = Beside(self.device)
+        self._copies: Copies | None = None
+        self._old_copies: list[Copies] = []
         # of comm.symmetric: the buffers that peers write to, and why there can be none ("" if there can)
         self.channels: list[Channel] = []
         self.reachability: str | None = None
+        # of comm.nodes: what was said about nodes, what they are, and the communicator inside this rank's
+        self._node_labels = declared_labels(nodes, self.num_ranks)
+        self._nodes: Nodes | None = None
+        self._node_group: EPGroup | None = None
         # where numbers land on the host, and what says that they have; in use only inside `to_host`
         self._landings: dict[tuple[torch.Size, torch.dtype], tuple[Tensor, torch.cuda.Event]] = {}
         known = _LIVE.get(self.name)
@@ -117,6 +130,38 @@ class EPGroup:
         if lane not in self._workspaces:
             self._workspaces[lane] = Workspace(self.device, f"workspace of group {self.name!r}, lane {lane}")
         return self._workspaces[lane]
+
+    @property
+    def nodes(self) -> Nodes:
+        """Which ranks share a node; the first time collective.
+
+        Raises:
+            ValueError: ranks declare different nodes.
+        """
+        if self._nodes is None:
+            self._nodes = find_nodes(self, self._node_labels)
+        return self._nodes
+
+    def node_group(self) -> EPGroup:
+        """The ranks of this rank's node, over a communicator of their own; the first time collective.
+
+        Every rank of the group calls, those alone on their node too. Under NCCL with a `device_id` bound at
+        `init_process_group`, torch splits communicators: then all ranks of the default group have to.
+        """
+        if len(self.nodes.ranks) == 1:
+            return self
+        if self._node_group is None:
+            everyone = dist.get_process_group_ranks(self.process_group)
+            mine = self.nodes.beside(self.rank)
+            inside = dist.new_group(
+                [everyone[rank] for rank in mine],
+                timeout=timedelta(seconds=self.timeout),
+                backend=self.backend,
+                use_local_synchronization=True,
+            )
+            self._node_group = EPGroup(inside, device=self.device, timeout=self.timeout, nodes=len(mine))
+            assert self._node_group.rank == mine.index(self.rank), "torch numbers a group's ranks in ascending order"
+        return self._node_group
 
     def error(self, operation: str, why: str) -> PeerError:
         """The error for a wait that failed: names rank, group, operation (which names the layer) and the way out."""
@@ -177,17 +222,46 @@ class EPGroup:
         receive_rows: list[int] | None = None,
         *,
         out: Tensor | None = None,
+        most_rows: int | None = None,
     ) -> tuple[Tensor, dist.Work]:
         """Sends `buffer[sum(send_rows), ...]`, split by rank (None for both: into equal parts); once waited for, the
-        result has `sum(receive_rows)` rows."""
+        result has `sum(receive_rows)` rows.
+
+        Args:
+            most_rows: at least as many as any rank sends to any other, the same number on all ranks; allows for copy
+                engines where rows move beside a computation. None: not known.
+        """
         if out is None:
             rows = buffer.shape[0] if receive_rows is None else sum(receive_rows)
             out = buffer.new_empty((rows, *buffer.shape[1:]))
+        if most_rows is not None and self.goes_by_copies():
+            row_bytes = buffer.itemsize * buffer.shape[1:].numel()
+            return out, self._copies_of(most_rows * row_bytes).all_to_all(buffer, out, send_rows, receive_rows)  # type: ignore[return-value]
         # what `dist.all_to_all_single` does after checks that cost as much host time again
         work = self.process_group.alltoall_base(
             out, buffer, receive_rows or [], send_rows or [], self._all_to_all_options
         )
         return out, work
+
+    def goes_by_copies(self) -> bool:
+        """Whether what is launched now goes by copy engines; the first time collective, where it could."""
+        return self.beside.by_copies and self.has_copies()
+
+    def has_copies(self) -> bool:
+        """Whether rows beside a computation may go by copy engines; the first time collective, where they could."""
+        return self.beside.copies and unreachable(self) is None
+
+    def _copies_of(self, region_bytes: int) -> Copies:
+        if self._copies is None or self._copies.region_bytes < region_bytes:
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise ValueError(
+                    "symmetric memory would have to grow inside the capture of a CUDA graph: run the microbatches once "
+                    "before"
+                )
+            if self._copies is not None:
+                self._old_copies.append(self._copies)  # CUDA graphs hold addresses
+            self._copies = Copies(self, 1 << (region_bytes - 1).bit_length())
+        return self._copies
 
     def all_gather_async(self, buffer: Tensor) -> tuple[Tensor, dist.Work]:
         """Every rank's `buffer [n, ...]` (same shape on all), in rank order: `[R·n, ...]` once waited for."""

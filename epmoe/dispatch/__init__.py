@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from epmoe.comm import EPGroup
+from epmoe.comm.symmetric import unreachable
 from epmoe.dispatch.all_gather import AllGatherDispatcher
 from epmoe.dispatch.all_to_all import AllToAllDispatcher
 from epmoe.dispatch.all_to_all_fixed import FixedAllToAllDispatcher
 from epmoe.dispatch.base import BatchedInput, Dispatcher, DispatcherCapabilities, ExpertInput, Layout, Pending
+from epmoe.dispatch.hierarchical import HierarchicalDispatcher
 from epmoe.dispatch.local import LocalDispatcher
+from epmoe.dispatch.symmetric import SymmetricDispatcher
 from epmoe.placement import ExpertPlacement
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {
-    cls.name: cls for cls in (LocalDispatcher, AllGatherDispatcher, AllToAllDispatcher, FixedAllToAllDispatcher)
+    cls.name: cls
+    for cls in (
+        LocalDispatcher,
+        AllGatherDispatcher,
+        AllToAllDispatcher,
+        FixedAllToAllDispatcher,
+        HierarchicalDispatcher,
+        SymmetricDispatcher,
+    )
 }
 
 __all__ = [
@@ -25,9 +38,11 @@ __all__ = [
     "DispatcherCapabilities",
     "ExpertInput",
     "FixedAllToAllDispatcher",
+    "HierarchicalDispatcher",
     "Layout",
     "LocalDispatcher",
     "Pending",
+    "SymmetricDispatcher",
     "make_dispatcher",
 ]
 
@@ -41,7 +56,12 @@ def make_dispatcher(
     layer: str = "moe",
     max_tokens_per_rank: int | None = None,
 ) -> Dispatcher:
-    """The dispatcher `name` (`auto`: `local` on one rank, else `all_to_all`) for this rank's experts.
+    """The dispatcher `name` for this rank's experts.
+
+    `auto`: `local` on one rank; `symmetric` where all ranks are GPUs that reach each other's memory and
+    `max_tokens_per_rank` is set; `hierarchical` where the group spans nodes of which one has several ranks; else
+    `all_to_all`. `symmetric` where ranks do not reach each other becomes `all_to_all`, with a warning. What ranks reach
+    and where they are is found out together, the first time: collective.
 
     Raises:
         ValueError: an unknown name, `local` on several ranks, a placement for another number of ranks, or a device that
@@ -51,7 +71,7 @@ def make_dispatcher(
     if placement.num_ranks != ranks:
         raise ValueError(f"placement is for {placement.num_ranks} ranks, the EPGroup has {ranks}")
     if name == "auto":
-        name = "local" if ranks == 1 else "all_to_all"
+        name = _suited(ep, max_tokens_per_rank)
     if name not in DISPATCHERS:
         raise ValueError(f"dispatcher={name!r}: must be auto, " + ", ".join(DISPATCHERS))
     if name == "local" and ranks > 1:
@@ -61,6 +81,10 @@ def make_dispatcher(
     device = torch.device(device)
     if ep is not None and device.type not in (ep.device.type, "meta"):
         raise ValueError(f"device={str(device)!r}, but the EPGroup moves {ep.device.type} tensors ({ep.backend})")
+    why = unreachable(ep) if name == "symmetric" and ep is not None else None
+    if why is not None:
+        warnings.warn(f"dispatcher='symmetric' becomes 'all_to_all': {why}", stacklevel=2)
+        name = "all_to_all"
     return DISPATCHERS[name](
         ep,
         placement.owner_tensor(device),
@@ -69,3 +93,13 @@ def make_dispatcher(
         layer=layer,
         max_tokens_per_rank=max_tokens_per_rank,
     )
+
+
+def _suited(ep: EPGroup | None, max_tokens_per_rank: int | None) -> str:
+    """What `auto` is."""
+    if ep is None or ep.num_ranks == 1:
+        return "local"
+    if ep.nodes.two_levels:
+        return "hierarchical"
+    one_sided = ep.device.type == "cuda" and max_tokens_per_rank is not None and unreachable(ep) is None
+    return "symmetric" if one_sided else "all_to_all"

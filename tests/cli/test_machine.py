@@ -70,6 +70,8 @@ def test_a_version_is_compared_as_numbers() -> None:
         ({"EPMOE_CPU_KERNELS": "cuda"}, False, True),
         ({"EPMOE_CPU_KERNELS": "triton"}, False, True),
         ({"EPMOE_CPU_KERNELS": "triton", "TRITON_INTERPRET": "1"}, False, False),
+        ({"EPMOE_RANKS_PER_NODE": "8"}, True, False),
+        ({"EPMOE_RANKS_PER_NODE": "0"}, True, True),
         ({"GLOO_SOCKET_IFNAME": "nosuch0"}, False, True),
         ({"NCCL_SOCKET_IFNAME": "^nosuch"}, True, False),
         ({"NCCL_SOCKET_IFNAME": "=l"}, True, True),
