@@ -26,7 +26,7 @@ def test_every_combination_works_or_is_refused_with_a_reason_and_a_way_out() -> 
         Dispatcher.__init__(parts, None, d.owner, d.expert_map, d.num_local, layer="blocks.1")
         spec = kernel.experts.spec
         if None not in KINDS[experts].schemes:
-            spec = dataclasses.replace(spec, dtype=torch.bfloat16, scheme="fp8_block")
+            spec = dataclasses.replace(spec, dtype=torch.bfloat16, scheme=KINDS[experts].schemes[0])
         made = KINDS[experts](spec)
         if reason is None:
             MoEKernel(parts, made, layout=layout)

@@ -15,7 +15,9 @@ from epmoe.dispatch.base import BatchedInput, ExpertInput
 from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights, local_ids
 from epmoe.experts.lora import low_rank_update
 from epmoe.ops.activation import apply_activation
+from epmoe.ops.narrow_formats import widen
 from epmoe.quant import WEIGHT_SCHEMES, QuantizedWeights, dequantize_weights
+from epmoe.quant.narrow import NARROW_SCHEMES
 
 
 class ReferenceExperts(Experts):
@@ -24,7 +26,7 @@ class ReferenceExperts(Experts):
     name = "reference"
     layouts = ("standard", "batched")
     lora = True
-    schemes = (None, *WEIGHT_SCHEMES)
+    schemes = (None, *WEIGHT_SCHEMES, *NARROW_SCHEMES)
 
     @classmethod
     def refusal(cls, spec: ExpertsSpec) -> str | None:
@@ -89,6 +91,13 @@ class ReferenceExperts(Experts):
         scheme, s1, s2 = self.spec.scheme, weights.gate_up_scale, weights.down_scale
         if scheme is None or s1 is None or s2 is None:
             return w1.to(dtype), w2.to(dtype)
+        if scheme in NARROW_SCHEMES:
+            z1, z2, o1, o2 = (
+                None if t is None else t[expert]
+                for t in (weights.gate_up_zero, weights.down_zero, weights.gate_up_outer, weights.down_outer)
+            )
+            w1 = widen(w1, s1[expert], z1, o1, scheme, self.spec.hidden_size, dtype)
+            return w1, widen(w2, s2[expert], z2, o2, scheme, self.spec.intermediate_size, dtype)
         one = slice(expert, expert + 1)
         w1 = dequantize_weights(QuantizedWeights(weights.gate_up_proj[one], s1[one], scheme), dtype)[0]
         return w1, dequantize_weights(QuantizedWeights(weights.down_proj[one], s2[one], scheme), dtype)[0]

@@ -12,9 +12,12 @@ from epmoe.experts.base import Experts, ExpertsSpec
 from epmoe.experts.batched import BatchedExperts
 from epmoe.experts.grouped import GroupedExperts
 from epmoe.experts.grouped_fp8 import GroupedFp8Experts
+from epmoe.experts.grouped_fp8_train import GroupedFp8TrainExperts
+from epmoe.experts.grouped_int8 import GroupedInt8Experts
 from epmoe.experts.monolithic import MonolithicExperts
 from epmoe.experts.reference import ReferenceExperts
 from epmoe.experts.torch_grouped import TorchGroupedExperts
+from epmoe.experts.weight_only import WeightOnlyExperts
 
 _KINDS: tuple[type[Experts], ...] = (
     GroupedExperts,
@@ -25,8 +28,12 @@ _KINDS: tuple[type[Experts], ...] = (
 )
 EXPERTS = {cls.name: cls for cls in _KINDS}
 """Every kind of experts for weights that are not quantized, by name."""
-QUANTIZED_EXPERTS: dict[str, type[Experts]] = {cls.name: cls for cls in (GroupedFp8Experts, ReferenceExperts)}
+QUANTIZED_EXPERTS: dict[str, type[Experts]] = {
+    cls.name: cls for cls in (GroupedFp8Experts, GroupedInt8Experts, WeightOnlyExperts, ReferenceExperts)
+}
 """Every kind for quantized weights; each says in `schemes` for which."""
+TRAINING_EXPERTS: dict[str, type[Experts]] = {cls.name: cls for cls in (GroupedFp8TrainExperts,)}
+"""Kinds for wide weights that multiply in fewer bits than these have; by name only, never by `auto`."""
 EXPERTS_BY_LAYOUT = {
     layout: {cls.name: cls for cls in _KINDS if layout in cls.layouts} for layout in ("standard", "batched")
 }
@@ -38,7 +45,10 @@ _PREFERENCE = {
     ("batched", "cuda"): ("batched", "reference"),
     ("batched", "cpu"): ("reference", "batched"),
 }
-_QUANTIZED_PREFERENCE = {"cuda": ("grouped_fp8", "reference"), "cpu": ("reference", "grouped_fp8")}
+_QUANTIZED_PREFERENCE = {
+    "cuda": ("grouped_fp8", "grouped_int8", "weight_only", "reference"),
+    "cpu": ("reference", "grouped_fp8", "grouped_int8", "weight_only"),
+}
 
 
 class Candidate(NamedTuple):
@@ -86,12 +96,14 @@ def select_experts(spec: ExpertsSpec, requested: str = "auto", layout: str = "st
     else:
         kinds = {name: cls for name, cls in QUANTIZED_EXPERTS.items() if layout in cls.layouts}
         preferred = tuple(name for name in _QUANTIZED_PREFERENCE[device] if name in kinds)
+    if requested in TRAINING_EXPERTS and spec.scheme is None and layout in TRAINING_EXPERTS[requested].layouts:
+        kinds = {**kinds, requested: TRAINING_EXPERTS[requested]}
     refusals = {
         name: kinds[name].reason_against(spec) for name in (*preferred, *(n for n in kinds if n not in preferred))
     }
     if requested != "auto":
         if requested not in kinds:
-            other = (EXPERTS | QUANTIZED_EXPERTS).get(requested)
+            other = (EXPERTS | QUANTIZED_EXPERTS | TRAINING_EXPERTS).get(requested)
             if other is not None and spec.scheme not in other.schemes:
                 raise ValueError(f"experts={requested!r}: {other.reason_against(spec)}")
             takes = "" if other is None else f" takes {' or '.join(other.layouts)} rows and these are {layout}"
@@ -130,4 +142,6 @@ def select_experts_impl(
         ValueError: as `select_experts`.
     """
     spec = ExpertsSpec.of(config, device=torch.device(device), dtype=dtype, lora=lora)
-    return select_experts(spec, config.experts, config.experts_layout)
+    quant = config.quant
+    requested = config.experts if quant is None or quant.weights is None else quant.experts
+    return select_experts(spec, requested, config.experts_layout)

@@ -123,7 +123,7 @@ class ScaledPlan(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def scaled_plan(
     device: torch.device,
-    per_block: bool,
+    scheme: str,
     shape: tuple[int, int, int],  # of the weights
     strides: tuple[int, int, int],
     w_aligned: bool,  # begins at a multiple of 16 bytes
@@ -140,8 +140,9 @@ def scaled_plan(
     parts = 2 if gated else 1
     width = n // parts
     name = "scaled_grouped_gemm_act" if gated else "scaled_grouped_gemm"
-    scheme = "fp8_block" if per_block else "fp8_row"
-    config = tuned(ScaledConfig, name, device, L, n, d, FP8, scheme, rows_per_expert)
+    per_block, integer = scheme == "fp8_block", scheme == "int8_row"
+    dtype = torch.int8 if integer else FP8
+    config = tuned(ScaledConfig, name, device, L, n, d, dtype, scheme, rows_per_expert)
     config = config or scaled_config(device, per_block, rows_per_expert, n, d, gated, gathered)
     has_tma = _has_tma(device)
     dense = parts == 1 or (strides[0] == n * strides[1] and width * strides[1] % 16 == 0)
@@ -167,6 +168,7 @@ def scaled_plan(
         "D": d,
         "DIVISOR": divisor,
         "PER_BLOCK": per_block,
+        "INTEGER": integer,
         "ACTIVATION": activation,
         "GATED": gated,
         "OUT_DTYPE": _tl_dtype(out_dtype),

@@ -1,4 +1,4 @@
-"""The Triton kernel of `ops/scaled_gemm.py`: grouped GEMM on fp8 operands with scales, for few rows and for many.
+"""The Triton kernel of `ops/scaled_gemm.py`: grouped GEMM on fp8 or int8 operands with scales, for few rows and many.
 
 Letters: L local experts, D reduction width, N weight rows (2I for a gated GEMM1).
 """
@@ -13,11 +13,11 @@ from epmoe.ops.quantize import magnitude_bits, round_scaled, scale_of
 
 @jit
 def _dot(a, b, acc, INTERPRETED: tl.constexpr):
-    """acc + a @ b in fp32."""
-    if INTERPRETED:
+    """acc + a @ b, in fp32 or, of int8, in int32."""
+    if INTERPRETED and a.dtype != tl.int8:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, acc)
+    return tl.dot(a, b, acc, out_dtype=acc.dtype)
 
 
 @jit
@@ -107,6 +107,7 @@ def scaled_gemm_kernel(
     D: tl.constexpr,
     DIVISOR: tl.constexpr,
     PER_BLOCK: tl.constexpr,
+    INTEGER: tl.constexpr,  # int8 operands, summed in int32
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     OUT_DTYPE: tl.constexpr,
@@ -124,7 +125,7 @@ def scaled_gemm_kernel(
     DEPENDENT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Programs walk the tiles of all experts, counted from the segments on the device as in `ops/grouped_gemm.py`.
+    """Programs walk the tiles of all experts, counted from the segments on the device, GROUP_M row tiles together.
 
     A tile takes BLOCK_N weight rows: when GATED half of them gates and half the up projections of the same columns. It
     is multiplied by one dot, or when SPLIT by two of half the rows each, `lo` and `hi`. With scales per block each dot
@@ -208,9 +209,9 @@ def scaled_gemm_kernel(
                 hi_scale = tl.load(hi_scale_at)
 
         if SWAP_AB:
-            lo = tl.zeros((DOT_N, BLOCK_M), tl.float32)
+            lo = tl.zeros((DOT_N, BLOCK_M), tl.int32 if INTEGER else tl.float32)
         else:
-            lo = tl.zeros((BLOCK_M, DOT_N), tl.float32)
+            lo = tl.zeros((BLOCK_M, DOT_N), tl.int32 if INTEGER else tl.float32)
         if SPLIT:
             hi = lo
         for first in tl.range(0, STEPS, UNROLL):
@@ -255,6 +256,10 @@ def scaled_gemm_kernel(
                     if SPLIT:
                         hi = _dot(x, c.T, hi, INTERPRETED)
 
+        if INTEGER:
+            lo = lo.to(tl.float32)
+            if SPLIT:
+                hi = hi.to(tl.float32)
         if SWAP_AB:
             lo = lo.T
             if SPLIT:

@@ -5,7 +5,8 @@ half the bytes travel, before GEMM1 where nobody quantized yet, and between the 
     H = 320, `fp8_block`: groups are columns 0..127, 128..255, 256..319; `fp8_row`, `int8_row`: the row is one group
 
 A group of zeros has scale 1. A group with an inf or a NaN has scale NaN and values 0, so that it stays NaN in whatever
-is computed from it and touches no other group. Scales are at least 2**-126, which rounds what is far below to 0.
+is computed from it and touches no other group. Scales are at least 2**-126, which rounds what is far below to 0. In
+`fp8_block_ue8m0` they are rounded up to powers of two, held in float32 all the same.
 
 Letters: T rows, H their width, S scales per row.
 """
@@ -37,11 +38,13 @@ SMALLEST_SCALE = 2.0**-126  # its reciprocal is finite
 
 
 class RowFormat(NamedTuple):
-    """What a scheme's values are: their dtype, the largest of them, and the columns of a scale (0: all of the row)."""
+    """What a scheme's values are: their dtype, the largest of them, the columns of a scale (0: all of the row), and
+    whether scales are powers of two."""
 
     dtype: torch.dtype
     largest: float
     group: int
+    power_of_two: bool = False
 
     def scales(self, width: int) -> int:
         """S for rows of `width`."""
@@ -50,6 +53,7 @@ class RowFormat(NamedTuple):
 
 ROW_FORMATS = {
     "fp8_block": RowFormat(torch.float8_e4m3fn, 448.0, SCALE_BLOCK),
+    "fp8_block_ue8m0": RowFormat(torch.float8_e4m3fn, 448.0, SCALE_BLOCK, True),
     "fp8_row": RowFormat(torch.float8_e4m3fn, 448.0, 0),
     "int8_row": RowFormat(torch.int8, 127.0, 0),
 }
@@ -79,12 +83,14 @@ def _widen(x, INTERPRETED: tl.constexpr):
 
 
 @jit
-def scale_of(amax_bits, LARGEST: tl.constexpr):
+def scale_of(amax_bits, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr = False):
     """(scale, its reciprocal) of groups whose largest `magnitude_bits` are given; the reciprocal is 0 where one is not
     finite, which leaves `saturate` NaNs alone to deal with."""
     amax = amax_bits.to(tl.float32, bitcast=True)
     finite = amax_bits < 0x7F800000
     scale = tl.maximum(tl.div_rn(tl.where(finite, amax, 0.0), LARGEST), 1.1754943508222875e-38)
+    if POWER_OF_TWO:  # up to the next one: a carry out of the mantissa raises the exponent
+        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & -8388608).to(tl.float32, bitcast=True)
     scale = tl.where(amax_bits == 0, 1.0, scale)
     inverse = tl.div_rn(1.0, scale)
     return tl.where(finite, scale, float("nan")), tl.where(finite, inverse, 0.0)
@@ -131,6 +137,7 @@ def _quantize_groups_kernel(
     GROUP: tl.constexpr,
     LARGEST: tl.constexpr,
     GROUPS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
     DEPENDENT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -147,7 +154,7 @@ def _quantize_groups_kernel(
     if H % GROUP != 0:
         mask = mask & (cols < H)
     v = _widen(tl.load(x + row[:, None] * x_stride + cols, mask=mask, other=0.0), INTERPRETED)
-    scale, inverse = scale_of(tl.max(magnitude_bits(v), axis=1), LARGEST)
+    scale, inverse = scale_of(tl.max(magnitude_bits(v), axis=1), LARGEST, POWER_OF_TWO)
     tl.store(scales + group, scale, mask=real)
     q = round_scaled(v, inverse[:, None], values.dtype.element_ty, INTERPRETED)
     tl.store(values + row[:, None] * H + cols, q, mask=mask)
@@ -200,7 +207,7 @@ def quantize(x: Tensor, scheme: str, ends: Tensor | None = None, span: int = 0) 
 
     Args:
         x: `[T, H]`, floating; rows may be strided. Read as float32.
-        scheme: `fp8_block`, `fp8_row` or `int8_row`.
+        scheme: `fp8_block`, `fp8_block_ue8m0`, `fp8_row` or `int8_row`.
         ends: `[T / span]` int32 on the device, or None for all rows. Rows come in spans of `span`; of span s only those
             before row ends[s] are read and written. Sorted rows are one span: (offsets[-1:], T); batched experts are
             spans of C: (row_end, C).
@@ -211,19 +218,54 @@ def quantize(x: Tensor, scheme: str, ends: Tensor | None = None, span: int = 0) 
     Raises:
         ValueError: an unknown scheme, `x` of a wrong shape or dtype, `ends` that do not cover T rows.
     """
-    unit_stride(x, "x")
-    form = row_format(scheme)
-    if not x.is_floating_point() or x.dtype.itemsize < 2:
-        raise ValueError(f"x is {x.dtype}: must be float16, bfloat16, float32 or float64")
-    check_flat(ends, "ends", torch.int32)
-    T, H = x.shape
-    if ends is not None and ends.shape[0] * span != T:
-        raise ValueError(f"ends has {ends.shape[0]} entries with span={span}: their product must be {T}, the rows of x")
+    _check(x, ends, span)
     if not use_triton(x):
         return quantize_reference(x, scheme, ends, span)
     values, scales = _empty_quantized(x, scheme)
+    _launch(x, scheme, ends, span, values, scales)
+    return values, scales
+
+
+def quantize_into(
+    values: Tensor, scales: Tensor, x: Tensor, scheme: str, ends: Tensor | None = None, span: int = 0
+) -> None:
+    """`quantize` into buffers of the caller's, planned workspaces; no torch op.
+
+    Args:
+        values, scales: contiguous, of the shapes and dtypes that `quantize` returns. The rest as there.
+
+    Raises:
+        ValueError: as `quantize`, or a buffer does not fit.
+    """
+    _check(x, ends, span)
+    form, (T, H) = row_format(scheme), x.shape
+    for name, t, right, dtype in (
+        ("values", values, (T, H), form.dtype),
+        ("scales", scales, (T, form.scales(H)), torch.float32),
+    ):
+        if tuple(t.shape) != right or t.dtype != dtype or not t.is_contiguous():
+            raise ValueError(f"{name} is {t.dtype} {tuple(t.shape)}: must be contiguous {dtype} {right} for {scheme!r}")
+    if use_triton(x):
+        _launch(x, scheme, ends, span, values, scales)
+    else:
+        for t, made in zip((values, scales), quantize_reference(x, scheme, ends, span), strict=True):
+            t.copy_(made)
+
+
+def _check(x: Tensor, ends: Tensor | None, span: int) -> None:
+    unit_stride(x, "x")
+    if not x.is_floating_point() or x.dtype.itemsize < 2:
+        raise ValueError(f"x is {x.dtype}: must be float16, bfloat16, float32 or float64")
+    check_flat(ends, "ends", torch.int32)
+    T = x.shape[0]
+    if ends is not None and ends.shape[0] * span != T:
+        raise ValueError(f"ends has {ends.shape[0]} entries with span={span}: their product must be {T}, the rows of x")
+
+
+def _launch(x: Tensor, scheme: str, ends: Tensor | None, span: int, values: Tensor, scales: Tensor) -> None:
     if values.numel() == 0:
-        return values, scales
+        return
+    form, (T, H) = row_format(scheme), x.shape
     config = quantize_config(T, H)
     constants = {"LARGEST": form.largest, "INTERPRETED": INTERPRET, "num_warps": config.num_warps}
     constants |= dependent_launch(x.device)
@@ -232,13 +274,13 @@ def quantize(x: Tensor, scheme: str, ends: Tensor | None = None, span: int = 0) 
             groups = scales.numel()
             _quantize_groups_kernel[(cdiv(groups, config.groups),)](
                 x, values, scales, ends, span, groups, x.stride(0),
-                H=H, S=form.scales(H), GROUP=form.group, GROUPS=config.groups, **constants,
+                H=H, S=form.scales(H), GROUP=form.group, GROUPS=config.groups, POWER_OF_TWO=form.power_of_two,
+                **constants,
             )  # fmt: skip
         else:
             _quantize_rows_kernel[(T,)](
                 x, values, scales, ends, span, x.stride(0), H=H, BLOCK=config.block, **constants
             )
-    return values, scales
 
 
 @quantize.register_fake
@@ -250,6 +292,8 @@ def scale_of_reference(amax: Tensor, form: RowFormat) -> Tensor:
     """The torch twin of `scale_of`, for largest magnitudes in float32; where one is not finite, any finite number."""
     largest = amax.new_full((), form.largest)  # by a Python number CUDA would multiply with the reciprocal
     scale = (torch.where(amax.isfinite(), amax, 0) / largest).clamp_min(SMALLEST_SCALE)
+    if form.power_of_two:
+        scale = ((scale.view(torch.int32) + 0x7FFFFF) & -0x800000).view(torch.float32)
     return torch.where(amax == 0, 1.0, scale)
 
 

@@ -1,10 +1,11 @@
-"""Grouped GEMM on fp8 rows and fp8 weights with scales: GEMM1 with router weight, bias, activation and the activation's
-own quantization in its epilogue, and GEMM2. On the path of a token where `ops/grouped_gemm.py` stands without
-quantization; forward only.
+"""Grouped GEMM on eight-bit rows and weights with scales, fp8 or int8: GEMM1 with router weight, bias, activation and
+the activation's own quantization in its epilogue, and GEMM2. On the path of a token where `ops/grouped_gemm.py` stands
+without quantization; forward only.
 
     scheme      scales of rows a [*, D]     scales of weights w [L, N, D]             products are summed
     fp8_block   [*, ceil(D / 128)]          [L, ceil(N / 128), ceil(D / 128)]         in fp32 after every 128 terms
     fp8_row     [*, 1]                      [L, N]                                    as the tensor cores do it
+    int8_row    [*, 1]                      [L, N]                                    in int32, exactly
 
 Hopper's fp8 tensor cores keep about 14 bits of a sum: what that costs `fp8_row` grows with D, and is less than rounding
 the result to bf16 for the sums of random signs that models make.
@@ -26,10 +27,10 @@ from epmoe.ops._scaled_triton import scaled_gemm_kernel
 from epmoe.ops._segments import check_segments, segment_slices
 from epmoe.ops._triton import TensorDescriptor, cdiv, check_flat, on_device_of, op, unit_stride, use_triton
 from epmoe.ops.activation import apply_activation, is_gated
-from epmoe.ops.quantize import SCALE_BLOCK, quantize_reference
+from epmoe.ops.quantize import SCALE_BLOCK, quantize_reference, row_format
 
 LINEAR = "none"  # the activation of a plain scaled_grouped_gemm
-SCALED_SCHEMES = ("fp8_block", "fp8_row")
+SCALED_SCHEMES = ("fp8_block", "fp8_row", "int8_row")
 
 
 def _launch(
@@ -59,7 +60,7 @@ def _launch(
     expected = expected_rows(max_rows, L, expected_m)
     plan = scaled_plan(
         a.device,
-        scheme == "fp8_block",
+        scheme,
         shape,
         strides,
         w.data_ptr() % 16 == 0,
@@ -119,9 +120,10 @@ def _check(
 ) -> None:
     if scheme not in SCALED_SCHEMES:
         raise ValueError(f"scheme={scheme!r}: must be " + " or ".join(SCALED_SCHEMES))
+    dtype = row_format(scheme).dtype
     unit_stride(a, "a")
-    if a.dtype != FP8 or w.dtype != FP8:
-        raise ValueError(f"a is {a.dtype} and w {w.dtype}: both must be {FP8}")
+    if a.dtype != dtype or w.dtype != dtype:
+        raise ValueError(f"a is {a.dtype} and w {w.dtype}: both must be {dtype} for scheme={scheme!r}")
     if w.dim() != 3 or (w.stride(2) != 1 and w.shape[2] > 1) or w.shape[2] != a.shape[1]:
         raise ValueError(
             f"w has shape {tuple(w.shape)}, strides {w.stride()}: must be [L, N, {a.shape[1]}] (the width of a) and "
@@ -168,14 +170,14 @@ def scaled_grouped_gemm(
     """out[n] = (a·a_scale)[row] @ (w·w_scale)[e].T + bias[e] for each row n of each expert e.
 
     Args:
-        a: `[*, D]` float8_e4m3fn; rows may be strided. row = n, or row_index[n] // index_divisor.
+        a: `[*, D]` float8_e4m3fn, or int8; rows may be strided. row = n, or row_index[n] // index_divisor.
         a_scale: `[*, S]` float32, S and the shape of w_scale as the scheme says (top of this file); may be strided.
-        w: `[L, N, D]` float8_e4m3fn, and `w_scale` float32.
+        w: `[L, N, D]` of the same dtype, and `w_scale` float32.
         bias: `[L, N]` floating, or None.
         row_start, row_end: `[L]` int32 on the device, the rows n of each expert, none past max_rows. An empty expert
             costs nothing.
         row_index: `[max_rows]` int32 or None; entries outside the segments are not read.
-        scheme: `fp8_block` or `fp8_row`.
+        scheme: `fp8_block`, `fp8_row` or `int8_row`.
         out_dtype: bfloat16 or float16.
         expected_m: the rows an expert should expect, (M·R·K + E) // E; picks the configuration and never what is
             computed. None: max_rows / L.
@@ -214,7 +216,7 @@ def _multiply(
 ) -> Tensor:
     """Rows `rows` of a times expert e's weights, both scaled back first."""
     # fp8 has no kernel for indexing everywhere: bytes do
-    x, xs = a.view(torch.uint8)[rows].view(FP8).to(precise), a_scale[rows].to(precise)
+    x, xs = a.view(torch.uint8)[rows].view(a.dtype).to(precise), a_scale[rows].to(precise)
     y, ys = w[e].to(precise), w_scale[e].to(precise)
     if scheme == "fp8_block":
         xs = xs.repeat_interleave(SCALE_BLOCK, 1)[:, : x.shape[1]]
@@ -291,16 +293,9 @@ def scaled_grouped_gemm_act(
             with another scheme.
     """
     _check(x, x_scale, w1, w1_scale, bias1, row_start, row_end, row_index, index_divisor, scheme, out_dtype)
-    check_flat(row_scale, "row_scale", torch.float32)
-    gated = is_gated(activation, alpha, limit)
-    if gated and w1.shape[1] % 2:
-        raise ValueError(f"w1 has shape {tuple(w1.shape)}: {activation!r} is gated and needs an even number of rows")
-    if requantize and scheme != "fp8_block":
-        raise ValueError(
-            f"requantize=True with scheme={scheme!r}: must be 'fp8_block', or quantize the result in a pass of its own"
-        )
     rows = (row_start, row_end, row_index, index_divisor)
     act = (activation, alpha, limit)
+    gated = _check_act(w1, row_scale, *act, scheme, requantize)
     if not use_triton(x):
         return scaled_grouped_gemm_act_reference(
             x, x_scale, w1, w1_scale, bias1, *rows, max_rows, row_scale, *act, scheme, out_dtype, requantize
@@ -309,6 +304,21 @@ def scaled_grouped_gemm_act(
     out_scale = scale if requantize else None
     _launch(x, x_scale, w1, w1_scale, bias1, *rows, row_scale, out, out_scale, scheme, expected_m, *act)
     return out, scale
+
+
+def _check_act(
+    w1: Tensor, row_scale: Tensor | None, activation: str, alpha: float, limit: float, scheme: str, requantize: bool
+) -> bool:
+    """Whether the activation is gated, after what `_check` leaves was found to fit."""
+    check_flat(row_scale, "row_scale", torch.float32)
+    gated = is_gated(activation, alpha, limit)
+    if gated and w1.shape[1] % 2:
+        raise ValueError(f"w1 has shape {tuple(w1.shape)}: {activation!r} is gated and needs an even number of rows")
+    if requantize and scheme != "fp8_block":
+        raise ValueError(
+            f"requantize=True with scheme={scheme!r}: must be 'fp8_block', or quantize the result in a pass of its own"
+        )
+    return gated
 
 
 def _empty_act(

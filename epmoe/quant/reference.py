@@ -5,6 +5,7 @@ products of what was rounded. Tests hold kernels against this, and it shares no 
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -46,5 +47,7 @@ def quantize_group(x: Tensor, scheme: str) -> tuple[Tensor, float]:
     if amax != amax:
         return torch.zeros_like(x, dtype=torch.float64), amax
     scale = max(amax / form.largest, 2.0**-126) if amax > 0 else 1.0
+    if form.power_of_two and amax > 0:
+        scale = 2.0 ** math.ceil(math.log2(torch.tensor(scale, dtype=torch.float32).item()))
     scaled = x.double() / scale
     return (round_to_int8 if form.dtype == torch.int8 else round_to_e4m3)(scaled), scale

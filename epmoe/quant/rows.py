@@ -2,6 +2,7 @@
 
     scheme      values           scales
     fp8_block   float8_e4m3fn    [..., ceil(H / 128)], one per 128 columns, the last block partial
+    fp8_block_ue8m0              the same, scales rounded up to powers of two
     fp8_row     float8_e4m3fn    [..., 1]
     int8_row    int8             [..., 1]
 
@@ -15,14 +16,15 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from epmoe.ops.dequantize import dequantize_sum
 from epmoe.ops.quantize import ROW_FORMATS, quantize, row_format
 
-ROW_SCHEMES = ("fp8_block", "fp8_row", "int8_row")
+ROW_SCHEMES = ("fp8_block", "fp8_block_ue8m0", "fp8_row", "int8_row")
 assert tuple(ROW_FORMATS) == ROW_SCHEMES
 
 
 def scales_per_row(width: int, scheme: str) -> int:
-    """S of rows of `width`: 1, or ceil(width / 128) for `fp8_block`.
+    """S of rows of `width`: 1, or ceil(width / 128) for blocks.
 
     Raises:
         ValueError: an unknown scheme, or a width below 1.
@@ -94,25 +96,33 @@ def quantize_rows(x: Tensor, scheme: str) -> QuantizedRows:
     return QuantizedRows(values.view(x.shape), scales.view(*lead, scales.shape[-1]), scheme)
 
 
-def quantized(x: Tensor | QuantizedRows, scheme: str | None) -> Tensor | QuantizedRows:
-    """x as `scheme` wants it; as it is without one, or where it has been quantized already.
+def quantize_rows_by(x: Tensor, scale: Tensor, scheme: str) -> QuantizedRows:
+    """`x [..., H]` by one `scale` (float32, one number) that was fixed before: what is past the largest value
+    saturates. Scales are per row all the same: a row with an inf or NaN has NaN for one. Not differentiable.
 
     Raises:
-        ValueError: x needs a gradient, which does not flow through quantized rows.
+        ValueError: a scheme with scales per block, or a scale that is not that.
     """
-    if scheme is not None and not isinstance(x, QuantizedRows) and torch.is_grad_enabled() and x.requires_grad:
-        raise ValueError(
-            f"dispatch scheme {scheme!r} with an x that needs a gradient: none flows through quantized rows; use "
-            "torch.no_grad(), or no dispatch scheme in training"
-        )
+    form = row_format(scheme)
+    if form.group:
+        able = ", ".join(name for name, other in ROW_FORMATS.items() if not other.group)
+        raise ValueError(f"scheme={scheme!r}: a fixed scale is one for the row, must be {able}")
+    if scale.numel() != 1 or scale.dtype != torch.float32:
+        raise ValueError(f"scale is {scale.dtype} {tuple(scale.shape)}: must be one float32")
+    wide = x.detach().float()
+    finite = wide.isfinite().all(-1, keepdim=True)
+    scaled = torch.where(finite, wide / scale, 0).clamp(-form.largest, form.largest)
+    values = (scaled.round() if form.dtype == torch.int8 else scaled).nan_to_num(0).to(form.dtype)
+    return QuantizedRows(values, torch.where(finite, scale, torch.nan), scheme)
+
+
+def quantized(x: Tensor | QuantizedRows, scheme: str | None) -> Tensor | QuantizedRows:
+    """x as `scheme` wants it, without a gradient; as it is without one, or where it has been quantized already."""
     return x if scheme is None or isinstance(x, QuantizedRows) else quantize_rows(x, scheme)
 
 
 def dequantize_rows(q: QuantizedRows, dtype: torch.dtype) -> Tensor:
-    """values · scale as `[..., H]` of `dtype`, multiplied in float32 (float64 for float64), in plain torch."""
-    wide = torch.promote_types(dtype, torch.float32)
-    scales = q.scales.to(wide)
-    group = row_format(q.scheme).group
-    if group:
-        scales = scales.repeat_interleave(group, dim=-1)[..., : q.values.shape[-1]]
-    return (q.values.to(wide) * scales).to(dtype)
+    """values · scale as `[..., H]` of `dtype`, multiplied in float32 (float64 for float64); not differentiable."""
+    values, scales = (t.reshape(-1, t.shape[-1]) for t in (q.values, q.scales))
+    values, scales = (t if t.stride(-1) == 1 else t.contiguous() for t in (values, scales))
+    return dequantize_sum(values, scales, None, q.scheme, dtype).view(q.values.shape)

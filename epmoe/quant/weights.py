@@ -2,7 +2,9 @@
 
     scheme      values                     scales
     fp8_block   [L, N, K] float8_e4m3fn    [L, ceil(N / 128), ceil(K / 128)], one per 128 × 128 block, edges partial
+    fp8_block_ue8m0                        the same, scales rounded up to powers of two
     fp8_row     [L, N, K] float8_e4m3fn    [L, N], one per output channel
+    int8_row    [L, N, K] int8             [L, N]
 
 L local experts, N output channels (2I for gate and up rows together), K what is summed over.
 """
@@ -13,11 +15,12 @@ import dataclasses
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from epmoe.ops.quantize import SCALE_BLOCK, quantize, row_format, scale_of_reference
+from epmoe.ops.quantize import SCALE_BLOCK, quantize, row_format
+from epmoe.ops.quantize_blocks import quantize_blocks
 
-WEIGHT_SCHEMES = ("fp8_block", "fp8_row")
+FP8_SCHEMES = ("fp8_block", "fp8_block_ue8m0", "fp8_row")
+WEIGHT_SCHEMES = (*FP8_SCHEMES, "int8_row")
 
 
 def weight_scale_shape(shape: tuple[int, ...], scheme: str) -> tuple[int, ...]:
@@ -29,7 +32,7 @@ def weight_scale_shape(shape: tuple[int, ...], scheme: str) -> tuple[int, ...]:
     if scheme not in WEIGHT_SCHEMES:
         raise ValueError(f"scheme={scheme!r}: must be one of {', '.join(WEIGHT_SCHEMES)}")
     num_local, n, k = shape
-    return (num_local, -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)) if scheme == "fp8_block" else (num_local, n)
+    return (num_local, -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)) if row_format(scheme).group else (num_local, n)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +40,7 @@ class QuantizedWeights:
     """Weights whose numbers are values · scale.
 
     Attributes:
-        values: `[L, N, K]` float8_e4m3fn.
+        values: `[L, N, K]` float8_e4m3fn, or int8.
         scales: float32 on the same device, of the shape that `scheme` says.
         scheme: one of `WEIGHT_SCHEMES`.
 
@@ -79,38 +82,22 @@ def quantize_weights(w: Tensor, scheme: str) -> QuantizedWeights:
     if w.dim() != 3 or not w.is_floating_point() or w.dtype.itemsize < 2:
         raise ValueError(f"w is {w.dtype} {tuple(w.shape)}: must be float16, bfloat16, float32 or float64 [L, N, K]")
     shape = weight_scale_shape(tuple(w.shape), scheme)
+    if row_format(scheme).group:
+        return QuantizedWeights(*quantize_blocks(w.detach(), scheme), scheme)
     values = w.new_empty(w.shape, dtype=row_format(scheme).dtype)
     scales = w.new_empty(shape, dtype=torch.float32)
     for e in range(w.shape[0]):
-        if scheme == "fp8_block":
-            own, scale = _quantize_blocks(w[e].detach())
-        else:
-            own, scale = quantize(w[e].detach(), scheme)
-            scale = scale[:, 0]
+        own, scale = quantize(w[e].detach(), scheme)
         values[e].copy_(own)
-        scales[e].copy_(scale)
+        scales[e].copy_(scale[:, 0])
     return QuantizedWeights(values, scales, scheme)
-
-
-def _quantize_blocks(w: Tensor) -> tuple[Tensor, Tensor]:
-    """One expert's `[N, K]`: values, and scales `[ceil(N / 128), ceil(K / 128)]`."""
-    n, k = w.shape
-    tall, wide = -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)
-    padded = F.pad(w.float(), (0, wide * SCALE_BLOCK - k, 0, tall * SCALE_BLOCK - n))
-    blocks = padded.view(tall, SCALE_BLOCK, wide, SCALE_BLOCK)
-    form = row_format("fp8_block")
-    amax = blocks.abs().amax((1, 3))
-    finite, scale = amax.isfinite(), scale_of_reference(amax, form)
-    scaled = torch.where(finite[:, None, :, None], blocks * (1.0 / scale)[:, None, :, None], 0)
-    values = scaled.clamp(-form.largest, form.largest).to(form.dtype)
-    return values.view(padded.shape)[:n, :k], torch.where(finite, scale, torch.nan)
 
 
 def dequantize_weights(q: QuantizedWeights, dtype: torch.dtype) -> Tensor:
     """values · scale as `[L, N, K]` of `dtype`, multiplied in float32 (float64 for float64)."""
     precise = torch.promote_types(dtype, torch.float32)
     scales = q.scales.to(precise)
-    if q.scheme == "fp8_block":
+    if row_format(q.scheme).group:
         n, k = q.values.shape[1:]
         scales = scales.repeat_interleave(SCALE_BLOCK, 1)[:, :n].repeat_interleave(SCALE_BLOCK, 2)[:, :, :k]
     else:

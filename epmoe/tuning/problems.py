@@ -26,11 +26,11 @@ from epmoe.ops._gemm_gluon import gluon_plan
 from epmoe.ops._scaled_configs import scaled_config, scaled_plan
 from epmoe.ops.grouped_gemm import grouped_gemm, grouped_gemm_act
 from epmoe.ops.grouped_wgrad import grouped_wgrad
-from epmoe.ops.scaled_gemm import SCALED_SCHEMES, scaled_grouped_gemm, scaled_grouped_gemm_act
+from epmoe.ops.scaled_gemm import scaled_grouped_gemm, scaled_grouped_gemm_act
 from epmoe.quant import QuantizedRows, QuantizedWeights, dequantize_rows, quantize_rows, weight_scale_shape
 from epmoe.tuning.store import load, lookup
 
-SCHEMES = ("none", *SCALED_SCHEMES)
+SCHEMES = ("none", "fp8_block", "fp8_row")
 DTYPE = torch.bfloat16
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 TRAINED_ROWS = 64  # fewer per expert than this nobody trains with

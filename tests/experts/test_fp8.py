@@ -18,13 +18,13 @@ from epmoe.ops._triton import INTERPRET
 from epmoe.ops.quantize import quantize_reference
 from epmoe.placement import ExpertPlacement
 from epmoe.quant import (
-    WEIGHT_SCHEMES,
     QuantizedWeights,
     dequantize_rows,
     dequantize_weights,
     quantize_rows,
     quantize_weights,
 )
+from epmoe.quant.weights import FP8_SCHEMES
 from epmoe.testing import poisoned_empty
 from tests import naive
 
@@ -33,7 +33,7 @@ OWNED = [0, 2, 3, 5]  # experts of this rank; nobody chooses 3
 # Relative L2 of any one row. Tensor cores add fp8 products in about 14 bits, which moves some activations across a
 # boundary between two e4m3 numbers.
 SAME_NUMBERS = {"cpu": 8e-3, "cuda": 3e-2}
-UNQUANTIZED = {"fp8_block": 0.07, "fp8_row": 0.08}
+UNQUANTIZED = {"fp8_block": 0.07, "fp8_block_ue8m0": 0.07, "fp8_row": 0.08}
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -100,7 +100,8 @@ def make(
     expert_map = torch.full((E,), -1, dtype=torch.int32)
     expert_map[OWNED] = torch.arange(4, dtype=torch.int32)
     # channels by the twin, not one interpreted program for each
-    q1, q2 = (quantized_rows_of(w) if scheme == "fp8_row" else quantize_weights(w, scheme) for w in (w1, w2))
+    by_row = scheme.endswith("_row")
+    q1, q2 = (quantized_rows_of(w, scheme) if by_row else quantize_weights(w, scheme) for w in (w1, w2))
     b1, b2 = (randn(4, wide).bfloat16(), randn(4, h).bfloat16()) if bias else (None, None)
     spec = ExpertsSpec(activation, h, i, torch.bfloat16, torch.device(device), on_input, scheme=scheme)
     tensors = (q1.values, q2.values, b1, b2, None, q1.scales, q2.scales)
@@ -114,9 +115,9 @@ def make(
     )
 
 
-def quantized_rows_of(w: Tensor) -> QuantizedWeights:
-    values, scales = quantize_reference(w.view(-1, w.shape[2]), "fp8_row")
-    return QuantizedWeights(values.view(w.shape), scales.view(w.shape[:2]), "fp8_row")
+def quantized_rows_of(w: Tensor, scheme: str) -> QuantizedWeights:
+    values, scales = quantize_reference(w.view(-1, w.shape[2]), scheme)
+    return QuantizedWeights(values.view(w.shape), scales.view(w.shape[:2]), scheme)
 
 
 def expected(c: Case, quantized: bool) -> Tensor:
@@ -141,7 +142,7 @@ def expected(c: Case, quantized: bool) -> Tensor:
             z = z if w.gate_up_bias is None else z + w.gate_up_bias[e].double()
             a = naive.activation(z, spec.activation.name, 1.0, math.inf)
             if quantized:
-                if spec.scheme == "fp8_row":  # it leaves GEMM1 in the rows' dtype
+                if spec.scheme != "fp8_block":  # it leaves GEMM1 in the rows' dtype
                     a = a.bfloat16().double()
                 a = dequantize_rows(quantize_rows(a, spec.scheme), torch.float64)
             y = w2[e] @ a
@@ -162,7 +163,7 @@ def row_error(got: Tensor, want: Tensor) -> float:
 
 @pytest.mark.parametrize("act", ["swiglu", "relu2"])
 @pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
-@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+@pytest.mark.parametrize("scheme", FP8_SCHEMES)
 def test_standard_rows_match_float64_of_the_same_quantized_numbers(scheme, on_input, act, device, seed):
     c = make(scheme, device, seed, act=act, on_input=on_input)
     experts = GroupedFp8Experts(c.spec)
@@ -173,7 +174,7 @@ def test_standard_rows_match_float64_of_the_same_quantized_numbers(scheme, on_in
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+@pytest.mark.parametrize("scheme", FP8_SCHEMES)
 def test_every_row_is_near_what_nothing_quantized_gives(scheme, device, seed):
     """Wide rows and experts: the error of a row is a mean over their columns, which over few of them is anything."""
     c = make(scheme, device, seed, bias=False, h=1024, i=4096)
@@ -182,7 +183,7 @@ def test_every_row_is_near_what_nothing_quantized_gives(scheme, device, seed):
 
 
 @pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
-@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+@pytest.mark.parametrize("scheme", FP8_SCHEMES)
 def test_batched_rows_give_what_standard_rows_give_whatever_the_padding_holds(scheme, on_input, device, seed):
     c = make(scheme, device, seed, on_input=on_input)
     rows = c.batched()
@@ -198,7 +199,7 @@ def test_batched_rows_give_what_standard_rows_give_whatever_the_padding_holds(sc
             assert torch.equal(y.view(-1, H)[place], standard.rows[row])
 
 
-@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+@pytest.mark.parametrize("scheme", FP8_SCHEMES)
 def test_rows_quantized_by_dispatch_give_the_same_bits(scheme, device, seed):
     c = make(scheme, device, seed)
     experts = GroupedFp8Experts(c.spec)
@@ -222,7 +223,7 @@ def test_rows_of_another_scheme_are_refused_with_the_way_out(seed):
     experts(rows.dequantized(torch.bfloat16), c.weights)
 
 
-@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+@pytest.mark.parametrize("scheme", FP8_SCHEMES)
 def test_a_row_with_a_nan_touches_no_other_row(scheme, device, seed):
     c = make(scheme, device, seed)
     experts = GroupedFp8Experts(c.spec)
@@ -235,7 +236,7 @@ def test_a_row_with_a_nan_touches_no_other_row(scheme, device, seed):
         assert got[4].isnan().all()
 
 
-@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+@pytest.mark.parametrize("scheme", FP8_SCHEMES)
 def test_no_rows_and_no_local_pairs_are_fine(scheme, device, seed):
     empty = make(scheme, device, seed, rows=0)
     assert GroupedFp8Experts(empty.spec)(empty.rows, empty.weights).shape == (0, H)
@@ -246,7 +247,7 @@ def test_no_rows_and_no_local_pairs_are_fine(scheme, device, seed):
 
 
 @pytest.mark.parametrize("layout", ["standard", "batched"])
-@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+@pytest.mark.parametrize("scheme", FP8_SCHEMES)
 def test_reference_computes_with_the_dequantized_weights_in_float64(scheme, layout, seed):
     c = make(scheme, "cpu", seed)
     spec = dataclasses.replace(c.spec, dtype=torch.float64)
@@ -288,7 +289,7 @@ def test_kernel_joins_them_with_a_dispatcher(layout, dispatch_scheme, device, se
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+@pytest.mark.parametrize("scheme", FP8_SCHEMES)
 def test_a_cuda_graph_follows_new_rows_and_ids(scheme, seed):
     c, other = make(scheme, "cuda", seed, rows=40), make(scheme, "cuda", seed + 1, rows=40)
     experts = GroupedFp8Experts(c.spec)
@@ -304,7 +305,7 @@ def test_a_cuda_graph_follows_new_rows_and_ids(scheme, seed):
     assert torch.equal(y, want)
 
 
-@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+@pytest.mark.parametrize("scheme", FP8_SCHEMES)
 def test_selection_by_scheme_says_who_was_passed_over_and_why(scheme):
     spec = ExpertsSpec(Activation(), H, I, torch.bfloat16, torch.device("cpu"), scheme=scheme)
     for layout in ("standard", "batched"):
@@ -337,7 +338,7 @@ def test_gradients_are_refused_and_not_dropped(seed):
         experts(c.rows, bias)
 
 
-@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+@pytest.mark.parametrize("scheme", FP8_SCHEMES)
 def test_weights_that_do_not_fit_the_scheme_are_named(scheme, seed):
     c = make(scheme, "cpu", seed)
     experts = GroupedFp8Experts(c.spec)

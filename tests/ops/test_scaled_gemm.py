@@ -1,4 +1,4 @@
-"""Grouped GEMM on fp8: the twin against float64 one row at a time, kernels against float64 of the same quantized
+"""Grouped GEMM on eight bits: the twin against float64 one row at a time, kernels against float64 of the same quantized
 numbers, row by row, under every configuration."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROW_ERROR = {
 }
 SCALE_ERROR = {"cpu": 1e-5, "cuda": 2e-3}  # of the largest of 128 numbers
 REQUANTIZED = 0.04
-UNQUANTIZED = 0.07  # against the numbers before they were rounded to fp8
+UNQUANTIZED = 0.07  # against the numbers before they were rounded to eight bits
 LAYOUTS = ["in-place", "gathered", "batched"]
 scaled_config = _scaled_configs.scaled_config
 
@@ -316,6 +316,32 @@ def test_expected_rows_choose_a_configuration_and_never_a_result(device, seed, c
     assert len(chosen) > 1, "the hint changed nothing"
 
 
+def test_integers_are_summed_exactly(device, seed):
+    """Sums past 2**24, which fp32 does not count one by one."""
+    g = torch.Generator().manual_seed(seed)
+    d = 2048
+    a, w = torch.full((1, d), 127, dtype=torch.int8), torch.full((1, 16, d), 127, dtype=torch.int8)
+    w[0, :, ::2] = -127
+    a[0, 5], w[0, :, 5] = 1, torch.randint(-127, 128, (16,), generator=g).to(torch.int8)
+    ones = (torch.ones(1, 1, device=device), torch.ones(1, 16, device=device))
+    ends = (torch.zeros(1, dtype=torch.int32, device=device), torch.ones(1, dtype=torch.int32, device=device))
+    a, w = a.to(device), w.to(device)
+    y = scaled_grouped_gemm(a, ones[0], w, ones[1], None, *ends, None, 1, 1, "int8_row", torch.float16)
+    want = (a.long().cpu() @ w[0].long().cpu().T).half()
+    assert want.isfinite().all() and torch.equal(y.cpu(), want)
+
+
+def test_one_scale_for_all_is_a_stride_of_nothing(device, seed):
+    """Per tensor: rows whose scale was known before, and weights with one scale for each expert."""
+    c = case([2, 3], 48, 160, "int8_row", device, seed)
+    one = torch.full((), 0.01, device=device)
+    c.a_scale = one.expand(c.a.shape[0], 1)
+    c.w_scale = c.w_scale[:, :1].repeat(1, 48)
+    c.operands = (c.a, c.a_scale, c.w, c.w_scale)
+    c.bias = c.bias * 0
+    check_gemm(c)
+
+
 def test_shapes_are_known_without_running(seed):
     c = case([2, 3], 48, 160, "fp8_block", "cpu", seed)
     meta = [t.to("meta") if isinstance(t, Tensor) else t for t in (*c.operands, c.bias, *c.rows)]
@@ -335,7 +361,7 @@ def test_what_does_not_fit_is_named(seed):
         "scheme": "fp8_block", "out_dtype": torch.bfloat16,
     }  # fmt: skip
     for change, message in [
-        ({"scheme": "int8_row"}, "scheme='int8_row'"),
+        ({"scheme": "int4_g128"}, "scheme='int4_g128'"),
         ({"a": c.a.float()}, "a is torch.float32"),
         ({"w": c.w[:, :, :80]}, "w has shape"),
         ({"a_scale": c.a_scale[:, :1]}, "a_scale is torch.float32"),

@@ -5,10 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from epmoe.quant import ROW_SCHEMES, QuantizedRows, dequantize_rows, quantize_rows, row_dtype, scales_per_row
+from epmoe.quant import (
+    ROW_SCHEMES,
+    QuantizedRows,
+    dequantize_rows,
+    quantize_rows,
+    quantize_rows_by,
+    row_dtype,
+    scales_per_row,
+)
 from epmoe.quant.reference import e4m3_numbers, round_to_e4m3, round_to_int8
 
-MOST = {"fp8_block": 0.04, "fp8_row": 0.04, "int8_row": 0.02}  # relative L2 of a row
+MOST = {"fp8_block": 0.04, "fp8_block_ue8m0": 0.04, "fp8_row": 0.04, "int8_row": 0.02}  # relative L2 of a row
 
 
 def test_the_table_of_e4m3_numbers_is_the_dtypes_own():
@@ -72,3 +80,21 @@ def test_parts_that_do_not_fit_are_refused_by_name(scheme):
         quantize_rows(torch.randn(3, 0), scheme)
     with pytest.raises(ValueError, match="width=0"):
         scales_per_row(0, scheme)
+
+
+@pytest.mark.parametrize(("scheme", "largest"), [("fp8_row", 448.0), ("int8_row", 127.0)])
+def test_a_fixed_scale_rounds_to_the_nearest_saturates_and_hides_no_nan(scheme, largest, seed):
+    x = torch.randn(6, 80, generator=torch.Generator().manual_seed(seed))
+    scale = torch.tensor([2.0 / largest])
+    x[0, 0], x[1, 0], x[2, 1], x[3, 2] = 50.0, -50.0, float("nan"), float("inf")
+    q = quantize_rows_by(x, scale, scheme)
+    spoiled = q.scales.isnan()[:, 0]
+    assert spoiled.tolist() == [False, False, True, True, False, False] and (q.scales[~spoiled] == scale).all()
+    assert q.values[:2, 0].float().tolist() == [largest, -largest] and not q.values[spoiled].float().any()
+    exact = (x[~spoiled] / scale).clamp(-largest, largest)
+    near = round_to_int8(exact) if scheme == "int8_row" else round_to_e4m3(exact)
+    assert torch.equal(q.values[~spoiled].double(), near)
+    for wrong, message in [((x, scale, "fp8_block"), "a fixed scale is one for the row, must be fp8_row, int8_row"),
+                           ((x, scale.double(), scheme), "scale is torch.float64")]:  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            quantize_rows_by(*wrong)

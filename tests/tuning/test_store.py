@@ -184,7 +184,8 @@ def plan_many(rows, gated=False):
 
 def plan_scaled(rows, gated=False, per_block=True):
     shape, strides = (8, 256, 512), (256 * 512, 512, 1)
-    operands = (GPU, per_block, shape, strides, True, True, rows, False, 1, "swiglu" if gated else "none", gated)
+    scheme = "fp8_block" if per_block else "fp8_row"
+    operands = (GPU, scheme, shape, strides, True, True, rows, False, 1, "swiglu" if gated else "none", gated)
     return _scaled_configs.scaled_plan(*operands, torch.bfloat16)
 
 

@@ -1,0 +1,215 @@
+"""What experts with quantized weights share: the routed MLP in either layout, without a backward.
+
+    x ── align (standard rows) ── GEMM1, activation, GEMM2 ── × router weight, sum
+
+T rows, K experts per token, N (row, expert) pairs in expert order or places of the batched layout, H width, I
+intermediate size, L local experts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from epmoe.comm.workspace import Part, Workspace, carved
+from epmoe.dispatch.base import BatchedInput, ExpertInput
+from epmoe.dispatch.reduce import ExpertOutput, WeightAndReduce
+from epmoe.experts._mlp import Rows, may_use_workspace
+from epmoe.experts.base import ExpertsSpec, ExpertWeights, WorkspaceShapes
+from epmoe.ops._segments import batched_segments, standard_segments
+from epmoe.ops.align import align_rows
+from epmoe.ops.gather_sum import gather_sum
+from epmoe.ops.quantize import quantize, quantize_into, row_format
+from epmoe.ops.scaled_gemm import scaled_grouped_gemm, scaled_grouped_gemm_act
+from epmoe.ops.scaled_gemm_into import scaled_grouped_gemm_act_into, scaled_grouped_gemm_into
+
+
+class InferencePath:
+    """A base beside `Experts` of kinds that give `_mlp` and nothing else."""
+
+    name: ClassVar[str]
+    numbers: ClassVar[str]  # what messages call the weights' numbers
+    spec: ExpertsSpec
+
+    if TYPE_CHECKING:  # `Experts` has them, behind this class in the order of resolution
+
+        def check(self, rows: ExpertInput | BatchedInput, weights: ExpertWeights) -> None: ...
+
+        def expected_rows(self, rows: ExpertInput | BatchedInput) -> int | None: ...
+
+    def _mlp(
+        self,
+        x: Tensor,
+        x_scale: Tensor | None,
+        weights: ExpertWeights,
+        rows: Rows,
+        span: int,
+        weight_in: Tensor | None,
+        space: Workspace | None = None,
+    ) -> Tensor:
+        """y = act(s·x·w1ᵀ + b1)·w2ᵀ + b2 `[N, H]` for each row of a segment; segments lie in spans of `span` rows.
+        Written into `space` by kinds that plan one, if it is given."""
+        raise NotImplementedError
+
+    def apply(self, rows: ExpertInput | BatchedInput, weights: ExpertWeights) -> Tensor:
+        self._refuse_gradients(rows, weights)
+        if isinstance(rows, BatchedInput):
+            return self._batched(rows, weights)
+        y, slot = self._pairs(rows, weights)
+        return gather_sum(y, slot, None if self.spec.weight_on_input else rows.topk_weights, self.spec.dtype)
+
+    def output(
+        self,
+        rows: ExpertInput | BatchedInput,
+        weights: ExpertWeights,
+        *,
+        delegate: bool = False,
+        workspace: Workspace | None = None,
+    ) -> ExpertOutput:
+        """Combine weights and sums."""
+        self.check(rows, weights)
+        self._refuse_gradients(rows, weights)
+        strategy: WeightAndReduce = "delegate" if delegate else "contiguous"
+        space = workspace if may_use_workspace(workspace, rows.x) else None
+        if isinstance(rows, BatchedInput):
+            strategy = "delegate" if delegate else "batched"
+            return ExpertOutput(self._batched(rows, weights, space), strategy, rows.slot, rows.slot_weights)
+        y, slot = self._pairs(rows, weights, space)
+        return ExpertOutput(y, strategy, slot, None if self.spec.weight_on_input else rows.topk_weights)
+
+    def _pairs(
+        self, rows: ExpertInput, weights: ExpertWeights, space: Workspace | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`y [N, H]`, one row per pair, and the `slot [T, K]` of each."""
+        n = rows.max_assignments
+        row_index, offsets, slot = align_rows(rows.topk_ids, rows.expert_map, rows.num_local, n)
+        segments = Rows(*standard_segments(offsets), row_index, slot.shape[1], n, self.expected_rows(rows))
+        on_input = rows.topk_weights.contiguous().view(-1) if self.spec.weight_on_input else None
+        return self._mlp(rows.x, rows.x_scale, weights, segments, n, on_input, space), slot
+
+    def _batched(self, rows: BatchedInput, weights: ExpertWeights, space: Workspace | None = None) -> Tensor:
+        num_local, capacity, width = rows.x.shape
+        n = num_local * capacity
+        segments = Rows(*batched_segments(rows.expert_num_tokens, capacity), None, 1, n, self.expected_rows(rows))
+        p = rows.topk_weights
+        on_input = p.contiguous().view(n) if self.spec.weight_on_input and p is not None else None
+        x = rows.x.reshape(n, width)
+        return self._mlp(x, None, weights, segments, capacity, on_input, space).view(num_local, capacity, width)
+
+    def _refuse_gradients(self, rows: ExpertInput | BatchedInput, weights: ExpertWeights) -> None:
+        if not torch.is_grad_enabled():
+            return
+        named = {
+            "x": rows.source if isinstance(rows, ExpertInput) and rows.source is not None else rows.x,
+            "topk_weights": rows.topk_weights,
+            "gate_up_bias": weights.gate_up_bias,
+            "down_bias": weights.down_bias,
+        }
+        asked = [name for name, tensor in named.items() if tensor is not None and tensor.requires_grad]
+        if asked:
+            raise ValueError(
+                f"experts={self.name!r}: {asked[0]} needs a gradient and {self.numbers} experts have no backward: run "
+                "under torch.no_grad(), or train with weights that are not quantized"
+            )
+
+
+class ScaledPath(InferencePath):
+    """The MLP on rows and weights that are both quantized.
+
+    With scales per block GEMM1's epilogue quantizes the activation. A scale per row needs the whole row, and scales
+    that are powers of two another rounding: there the activation leaves GEMM1 in the rows' dtype and a pass of its own
+    quantizes it.
+    """
+
+    def workspace_shapes(self, num_rows: int, num_pairs: int) -> WorkspaceShapes:
+        """Workspace13 holds what GEMM1 reads, and its output where a pass of its own quantizes that; then GEMM2's."""
+        first, second, y = self._parts(num_rows, num_pairs)
+        early = sum(part.nbytes for part in first)
+        return WorkspaceShapes(
+            Part((max(early, y.nbytes),), torch.uint8),
+            Part((sum(part.nbytes for part in second),), torch.uint8),
+            Part((num_rows, self.spec.hidden_size), self.spec.dtype),
+        )
+
+    def _parts(self, num_rows: int, num_pairs: int) -> tuple[list[Part], list[Part], Part]:
+        """Quantized rows with their scales (and the activation), the quantized activation with its scales, and y."""
+        spec = self.spec
+        assert spec.scheme is not None
+        form, h, i = row_format(spec.scheme), spec.hidden_size, spec.intermediate_size
+        first = [Part((num_rows, h), form.dtype), Part((num_rows, form.scales(h)), torch.float32)]
+        if spec.scheme != "fp8_block":
+            first.append(Part((num_pairs, i), spec.dtype))
+        second = [Part((num_pairs, i), form.dtype), Part((num_pairs, form.scales(i)), torch.float32)]
+        return first, second, Part((num_pairs, h), spec.dtype)
+
+    def _mlp(
+        self,
+        x: Tensor,
+        x_scale: Tensor | None,
+        weights: ExpertWeights,
+        rows: Rows,
+        span: int,
+        weight_in: Tensor | None,
+        space: Workspace | None = None,
+    ) -> Tensor:
+        if space is not None:
+            return self._mlp_into(space, x, x_scale, weights, rows, span, weight_in)
+        spec, scheme = self.spec, self.spec.scheme
+        assert scheme is not None
+        w1, w2, s1, s2 = weights.gate_up_proj, weights.down_proj, weights.gate_up_scale, weights.down_scale
+        assert s1 is not None and s2 is not None
+        start, end, index, divisor, n, expected_m = rows
+        last = end[-1:] if span == n else end
+        if x_scale is None:  # of rows in their places only those of a segment: the others may hold anything
+            x, x_scale = quantize(x, scheme) if index is not None else quantize(x, scheme, last, span)
+        act = (spec.activation.name, spec.activation.alpha, spec.activation.limit)
+        fused, product = scheme == "fp8_block", "fp8_block" if row_format(scheme).group else scheme
+        a, a_scale = scaled_grouped_gemm_act(
+            x, x_scale, w1, s1, weights.gate_up_bias, start, end, index, divisor, n, weight_in, *act, product,
+            spec.dtype, fused, expected_m=expected_m,
+        )  # fmt: skip
+        del x, x_scale
+        if not fused:
+            a, a_scale = quantize(a, scheme, last, span)
+        return scaled_grouped_gemm(
+            a, a_scale, w2, s2, weights.down_bias, start, end, None, 1, n, product, spec.dtype, expected_m=expected_m
+        )
+
+    def _mlp_into(
+        self,
+        space: Workspace,
+        x: Tensor,
+        x_scale: Tensor | None,
+        weights: ExpertWeights,
+        rows: Rows,
+        span: int,
+        weight_in: Tensor | None,
+    ) -> Tensor:
+        """`_mlp` by the same steps, of which none allocates."""
+        spec, scheme = self.spec, self.spec.scheme
+        assert scheme is not None
+        w1, w2, s1, s2 = weights.gate_up_proj, weights.down_proj, weights.gate_up_scale, weights.down_scale
+        assert s1 is not None and s2 is not None
+        start, end, index, divisor, n, expected_m = rows
+        last = end[-1:] if span == n else end
+        first, second, result = self._parts(x.shape[0], n)
+        early, late = space.take(self.workspace_shapes(x.shape[0], n)[:2])
+        values, scales, *wide = carved(early, first)
+        a, a_scale = carved(late, second)
+        (y,) = carved(early, [result])  # over what GEMM2 no longer reads
+        if x_scale is None:
+            covered = () if index is not None else (last, span)
+            quantize_into(values, scales, x, scheme, *covered)
+            x, x_scale = values, scales
+        act = (spec.activation.name, spec.activation.alpha, spec.activation.limit)
+        fused, product = scheme == "fp8_block", "fp8_block" if row_format(scheme).group else scheme
+        scaled_grouped_gemm_act_into(
+            a if fused else wide[0], a_scale if fused else None, x, x_scale, w1, s1, weights.gate_up_bias, start, end,
+            index, divisor, weight_in, *act, product, spec.dtype, expected_m,
+        )  # fmt: skip
+        if not fused:
+            quantize_into(a, a_scale, wide[0], scheme, last, span)
+        scaled_grouped_gemm_into(y, a, a_scale, w2, s2, weights.down_bias, start, end, None, 1, product, expected_m)
+        return y

@@ -1,0 +1,125 @@
+"""Block sizes of the kernel behind `ops/narrow_gemm.py`, chosen on the host from shapes: they decide speed, and whether
+scales multiply weights or sums, which rounds differently. Stands beside the path of a token.
+
+Figures behind the choices: one H200, triton 3.6. The interpreter runs each block operation as one numpy call, so there
+it gets few, small blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from epmoe.ops._configs import _has_roomy_sms, _has_tma, most_row_tiles, num_programs
+from epmoe.ops._dependent_launch import dependent_launch
+from epmoe.ops._triton import INTERPRET, cdiv, next_power_of_2
+from epmoe.ops.narrow_formats import SPAN, narrow_format
+
+
+@dataclasses.dataclass(frozen=True)
+class NarrowConfig:
+    """One configuration of `narrow_gemm_kernel`; blocks are powers of two.
+
+    Args:
+        block_t: rows of an expert that share a widened tile, at least 16.
+        block_w: weight rows of a tile, at least 64 for wgmma. A gated GEMM1 spends half of them on gates.
+        on_tile: scales multiply weights, else sums over a group. Sums take a second accumulator, and groups shorter
+            than 64 columns shorter dots; float16 rows always take sums, since weights times scales may leave its range.
+    """
+
+    block_t: int
+    block_w: int
+    num_warps: int
+    num_stages: int
+    on_tile: bool = False
+
+
+@functools.lru_cache(maxsize=4096)
+def narrow_config(
+    device: torch.device, scheme: str, rows_per_expert: int, n: int, d: int, gated: bool, interpret: bool = INTERPRET
+) -> NarrowConfig:
+    """The configuration for `n` weight rows (2I for a gated GEMM1) of width `d`."""
+    form = narrow_format(scheme)
+    short = 0 < form.group < SPAN
+    if interpret:
+        return NarrowConfig(32, 64, num_warps=4, num_stages=2, on_tile=short)
+    if not _has_roomy_sms(device):
+        return NarrowConfig(16 if rows_per_expert <= 16 else 64, 64, num_warps=4, num_stages=3, on_tile=True)
+    # routing fills experts unevenly: tiles are for more rows than the mean
+    # Few rows: narrow tiles, so that more programs than two or three share an SM and hide what each waits for.
+    # int4_g128, 32 × 4 rows, N 4096, K 7168, µs by weight rows of a tile: 64: 182, 128: 226, 256: 294.
+    if rows_per_expert <= 24:
+        return NarrowConfig(16 if rows_per_expert <= 12 else 32, 64, num_warps=4, num_stages=4, on_tile=short)
+    if rows_per_expert <= 48:
+        return NarrowConfig(64, 128, num_warps=8, num_stages=4, on_tile=short)
+    grouped_bytes = form.kind == "int8" and form.group > 0  # three stages beside 256 rows and scales are too large
+    if rows_per_expert <= 96 or grouped_bytes:
+        return NarrowConfig(128, 128, num_warps=8, num_stages=4, on_tile=True)
+    # The same with 1024 rows, TFLOP/s by rows of a tile: 256: 510 (scales on sums: 243), 128: 396.
+    return NarrowConfig(256, 128, num_warps=8, num_stages=3, on_tile=True)
+
+
+class NarrowPlan(NamedTuple):
+    """What a launch takes from shapes alone: found once for each, so that a call costs the host little."""
+
+    programs: int
+    descriptor: tuple[list[int], list[int], list[int]] | None  # shape, strides and block of the weights' tiles
+    constants: dict[str, Any]
+
+
+@functools.lru_cache(maxsize=4096)
+def narrow_plan(
+    device: torch.device,
+    dtype: torch.dtype,
+    scheme: str,
+    num_local: int,
+    n: int,
+    d: int,
+    aligned: bool,  # the weights begin at a multiple of 16 bytes
+    max_rows: int,
+    rows_per_expert: int,
+    expected_m: int | None,
+    gated: bool,
+) -> NarrowPlan:
+    """The plan for weights `[num_local, n, d]`; cached."""
+    form = narrow_format(scheme)
+    config = narrow_config(device, scheme, rows_per_expert, n, d, gated)
+    parts = 2 if gated else 1
+    width, row = n // parts, form.bytes_per_row(d)
+    on_tile = config.on_tile and dtype == torch.bfloat16 and form.group > 0
+    if form.group > 0 and not on_tile:  # what a second accumulator leaves of the registers
+        config = dataclasses.replace(config, block_t=min(config.block_t, 128 if form.group >= SPAN else 64))
+    run = SPAN // 2 if on_tile or form.group == 0 else min(SPAN // 2, form.group)
+    descriptor = None
+    if aligned and row % 16 == 0 and _has_tma(device):
+        descriptor = (
+            [num_local * parts, width, row],
+            [width * row, row, 1],
+            [parts, config.block_w // parts, run],
+        )
+    row_tiles = most_row_tiles(max_rows, num_local, config.block_t, expected_m)
+    constants = {
+        "L": num_local,
+        "L_BLOCK": max(32, next_power_of_2(num_local)),
+        "N": n,
+        "D": d,
+        "ROW": row,
+        "KIND": form.kind,
+        "GROUP": form.group,
+        "S": form.groups(d),
+        "GATED": gated,
+        "BLOCK_T": config.block_t,
+        "BLOCK_W": config.block_w,
+        "RUN": run,
+        "ON_TILE": on_tile,
+        "TMA": descriptor is not None,
+        "INTERPRETED": INTERPRET,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        **dependent_launch(device),
+    }
+    items = row_tiles * cdiv(width, config.block_w // parts)
+    return NarrowPlan(num_programs(device, 0, items), descriptor, constants)

@@ -1,0 +1,293 @@
+"""The Triton kernel of `ops/narrow_gemm.py`: grouped GEMM that reads narrow weights and widens them in registers, for
+few rows and for many. How the numbers lie: `ops/narrow_formats.py`.
+
+Weights are the M side of the dot and come from registers, where they were widened; tokens are its N side and come from
+shared memory. So no weight is written anywhere in its wide form, and a tile is widened once for all of its tokens.
+
+Letters: L local experts, N weight rows of an expert (2I for a gated GEMM1), D the reduction width, S groups along D.
+"""
+
+from __future__ import annotations
+
+from epmoe.ops._dependent_launch import let_next_start, wait_for_previous
+from epmoe.ops._gemm_few_rows import _locate
+from epmoe.ops._narrow_widen import halves, whole
+from epmoe.ops._triton import cast_from_float32, dot_accumulate, jit, tl
+from epmoe.ops.activation import activate_and_slopes
+
+
+@jit
+def _as_fp32(v):
+    """Scales or zero points as fp32; bytes are powers of two, 255 is NaN."""
+    if v.dtype == tl.uint8:
+        byte = v.to(tl.int32)  # 0 is half of the smallest normal number
+        wide = (tl.maximum(byte << 23, 0x00400000) + ((byte + 1) >> 8)).to(tl.float32, bitcast=True)
+    else:
+        wide = v.to(tl.float32)
+    return wide
+
+
+@jit
+def _read_groups(at, k, N: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr):
+    """What the groups of the run of columns from k on have at `at[row] + group · N`, as it lies: `[rows]`, or `[rows,
+    RUN / GROUP]` where they are several. Past the last group it is the last one's."""
+    if GROUP == 0:
+        v = tl.load(at)
+    elif GROUP >= RUN:
+        v = tl.load(at + tl.minimum(k // GROUP, S - 1) * N)
+    else:
+        g = tl.minimum(k // GROUP + tl.arange(0, RUN // GROUP), S - 1)
+        v = tl.load(at[:, None] + (g * N)[None, :])
+    return v
+
+
+@jit
+def _along_run(v, k, S: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, ALL: tl.constexpr):
+    """What `_read_groups` read as fp32 `[rows, 1]`, or `[rows, RUN]` where groups are several; 0 past the last group,
+    which a run may reach unless ALL."""
+    v = _as_fp32(v)
+    if GROUP == 0:
+        v = v[:, None]
+    elif GROUP >= RUN:
+        if not ALL:
+            v = tl.where(k // GROUP < S, v, 0.0)
+        v = v[:, None]
+    else:
+        PARTS: tl.constexpr = RUN // GROUP
+        if not ALL:
+            v = tl.where((k // GROUP + tl.arange(0, PARTS) < S)[None, :], v, 0.0)
+        v = v[:, :, None].broadcast_to(v.shape[0], PARTS, GROUP).reshape(v.shape[0], RUN)
+    return v
+
+
+@jit
+def _less_zero(w, z, KIND: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """`w` less its zero points z (None: 0) and, of 4-bit integers, less what makes codes of them: the 8 that they are
+    stored with and the 128 or 1024 of `halves`. Exact: all are integers below 2**8 (fp16: 2**11)."""
+    LIFT: tl.constexpr = 0.0 if INTERPRETED else (128.0 if DTYPE == tl.bfloat16 else 1024.0)
+    OFFSET: tl.constexpr = LIFT + 8.0 if KIND == "int4" else 0.0
+    if z is not None:
+        z += OFFSET
+        w = w - (z if INTERPRETED else z.to(DTYPE))
+    elif OFFSET != 0.0:
+        w = w - (OFFSET if INTERPRETED else tl.full((1, 1), OFFSET, DTYPE))
+    return w
+
+
+@jit
+def _times(w, s, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """w · s rounded to bf16, s rounded to it first; interpreted: in fp32, with the same roundings."""
+    if INTERPRETED:
+        w = _round_to_bf16(w * _round_to_bf16(s))
+    else:
+        w = w * s.to(DTYPE)
+    return w
+
+
+@jit
+def _round_to_bf16(x):
+    """fp32 as the nearest number that bf16 has, in fp32: the interpreter's own cast loses subnormal numbers."""
+    bits = x.to(tl.int32, bitcast=True)
+    even = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+    return tl.where(x == x, even, x)
+
+
+@jit
+def _weights(w, part, col, at, ROW: tl.constexpr, BLOCK_W: tl.constexpr, BYTES: tl.constexpr, TMA: tl.constexpr,
+             WITHIN: tl.constexpr):  # fmt: skip
+    """`[BLOCK_W, BYTES]` of weight rows from byte `at` on, 0 past their end, which lies in the tile unless WITHIN. `w`:
+    a descriptor, or pointers to the rows."""
+    if TMA:
+        p = w.load([part, col, at]).reshape(BLOCK_W, BYTES)
+    else:
+        bytes_ = at + tl.arange(0, BYTES)
+        if WITHIN:
+            p = tl.load(w[:, None] + bytes_[None, :])
+        else:
+            p = tl.load(w[:, None] + bytes_[None, :], mask=(bytes_ < ROW)[None, :], other=0)
+    return p
+
+
+@jit
+def _rows(a_tile, k, is_row, D: tl.constexpr, RUN: tl.constexpr, EVEN: tl.constexpr):
+    """Columns k .. k + RUN of the rows at `a_tile`; 0 past D and where there is no row."""
+    ks = k + tl.arange(0, RUN)
+    mask = is_row[:, None]
+    if not EVEN:
+        mask = mask & (ks < D)[None, :]
+    return tl.load(a_tile[:, None] + ks[None, :], mask=mask, other=0.0)
+
+
+@jit(do_not_specialize_on_alignment=["row_start", "row_end"])
+def narrow_gemm_kernel(
+    a,
+    w,  # a pointer, or a tensor descriptor when TMA
+    scale,
+    zero,
+    outer,
+    bias,
+    row_start,
+    row_end,
+    row_index,
+    row_scale,
+    out,
+    alpha,
+    limit,
+    a_stride,
+    L: tl.constexpr,
+    L_BLOCK: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    ROW: tl.constexpr,  # bytes of a weight row
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    S: tl.constexpr,
+    DIVISOR: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    RUN: tl.constexpr,
+    ON_TILE: tl.constexpr,
+    TMA: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Programs walk work items, BLOCK_W weight rows of one expert × up to BLOCK_T of its rows, as in
+    `ops/_gemm_few_rows.py`. A step takes 128 columns.
+
+    Where ON_TILE, scales multiply the widened weights, which rounds the product to the rows' dtype: not for e2m1, whose
+    scales leave it exact. Else they multiply, in fp32, the sums over a group: runs of the lower and of the upper 64
+    columns of a span have dots of their own then, of at most a group's columns. A scale for whole rows waits for the
+    end. With few rows a step is one dot, which leaves more programs room on an SM; with many a chain of two.
+    """
+    PARTS: tl.constexpr = 2 if GATED else 1
+    COLS: tl.constexpr = BLOCK_W // PARTS
+    WIDTH: tl.constexpr = N // PARTS  # columns of the result
+    TILES_N: tl.constexpr = (WIDTH + COLS - 1) // COLS
+    EVEN: tl.constexpr = D % 128 == 0
+    ALL: tl.constexpr = EVEN or GROUP >= 128
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    PACKED: tl.constexpr = KIND != "int8"
+    SHARED: tl.constexpr = GROUP >= 128 or GROUP == 0  # both halves of a span have the same scale
+    JOINED: tl.constexpr = BLOCK_T <= 64 and (ON_TILE or SHARED)  # and one dot for them
+    AHEAD: tl.constexpr = GROUP > 0 and not (ON_TILE and SHARED)
+
+    experts = tl.arange(0, L_BLOCK)
+    wait_for_previous(DEPENDENT)
+    let_next_start(DEPENDENT)
+    begins = tl.load(row_start + experts, mask=experts < L, other=0)
+    counts = tl.load(row_end + experts, mask=experts < L, other=0) - begins
+    item_ends = tl.cumsum((counts + BLOCK_T - 1) // BLOCK_T) * TILES_N
+
+    for item in tl.range(tl.program_id(0), tl.max(item_ends), tl.num_programs(0)):
+        e, begin, count, within = _locate(item, item_ends, begins, counts, experts)
+        row_tiles = (count + BLOCK_T - 1) // BLOCK_T
+        row0 = within % row_tiles * BLOCK_T
+        col0 = within // row_tiles * COLS
+
+        spread_t = tl.arange(0, BLOCK_T)
+        is_row = row0 + spread_t < count
+        rows = begin + row0 + spread_t
+        safe_rows = begin + tl.minimum(row0 + spread_t, count - 1)
+        position = safe_rows
+        if row_index is not None:
+            position = tl.load(row_index + safe_rows)
+        source = position // DIVISOR
+
+        spread = tl.arange(0, BLOCK_W)
+        w_rows = spread // COLS * WIDTH + tl.minimum(col0 + spread % COLS, WIDTH - 1)
+        a_tile = a + source.to(tl.int64) * a_stride
+        w_tile = w
+        if not TMA:
+            w_tile = w + (e.to(tl.int64) * N + w_rows) * ROW
+        scale_at = scale + (e.to(tl.int64) * (S * N) + w_rows)
+        zero_at = None
+        if zero is not None:
+            zero_at = zero + (e.to(tl.int64) * (S * N) + w_rows)
+
+        acc = tl.zeros((BLOCK_W, BLOCK_T), tl.float32)
+        # 1, which the compiler does not know: a chain of dots it would cut into short ones that wait for each other.
+        unit = tl.minimum(count, 1).to(tl.float32)
+        if JOINED:
+            # Loads that feed no dot as they come are not pipelined: scales of sums are read a step ahead.
+            s = _read_groups(scale_at, 0, N, S, GROUP, 128)
+            for k in tl.range(0, D, 128):
+                if not AHEAD:
+                    s = _read_groups(scale_at, k, N, S, GROUP, 128)
+                if PACKED:
+                    p = _weights(w_tile, e * PARTS, col0, k // 2, ROW, BLOCK_W, 64, TMA, True)
+                    lo, hi = halves(p, KIND, DTYPE, INTERPRETED)
+                else:
+                    lo = whole(_weights(w_tile, e * PARTS, col0, k, ROW, BLOCK_W, 64, TMA, EVEN), DTYPE, INTERPRETED)
+                    hi = whole(
+                        _weights(w_tile, e * PARTS, col0, k + 64, ROW, BLOCK_W, 64, TMA, EVEN), DTYPE, INTERPRETED
+                    )
+                both = tl.join(lo, hi).permute(0, 2, 1).reshape(BLOCK_W, 128)
+                if zero_at is not None:
+                    z = _along_run(_read_groups(zero_at, k, N, S, GROUP, 128), k, S, GROUP, 128, ALL)
+                    both = _less_zero(both, z, KIND, DTYPE, INTERPRETED)
+                else:
+                    both = _less_zero(both, None, KIND, DTYPE, INTERPRETED)
+                x = _rows(a_tile, k, is_row, D, 128, EVEN)
+                if GROUP == 0:
+                    acc += dot_accumulate(both, x.T, tl.zeros_like(acc), INTERPRETED) * unit
+                elif ON_TILE:
+                    both = _times(both, _along_run(s, k, S, GROUP, 128, ALL), DTYPE, INTERPRETED)
+                    acc += dot_accumulate(both, x.T, tl.zeros_like(acc), INTERPRETED) * unit
+                else:
+                    sums = dot_accumulate(both, x.T, tl.zeros_like(acc), INTERPRETED)
+                    acc += sums * _along_run(s, k, S, GROUP, 128, ALL)
+                if AHEAD:
+                    s = _read_groups(scale_at, k + 128, N, S, GROUP, 128)
+        else:
+            for span in tl.range(0, D, 128):
+                for run in tl.static_range(64 // RUN):
+                    k = span + run * RUN
+                    if PACKED:
+                        at = span // 2 + run * RUN
+                        p = _weights(w_tile, e * PARTS, col0, at, ROW, BLOCK_W, RUN, TMA, True)
+                        lo, hi = halves(p, KIND, DTYPE, INTERPRETED)
+                    else:
+                        lo = whole(
+                            _weights(w_tile, e * PARTS, col0, k, ROW, BLOCK_W, RUN, TMA, EVEN), DTYPE, INTERPRETED
+                        )
+                        hi = whole(
+                            _weights(w_tile, e * PARTS, col0, k + 64, ROW, BLOCK_W, RUN, TMA, EVEN), DTYPE, INTERPRETED
+                        )
+                    for half in tl.static_range(2):
+                        j = k + half * 64
+                        part = lo if half == 0 else hi
+                        if zero_at is not None:
+                            v = _read_groups(zero_at, j, N, S, GROUP, RUN)
+                            part = _less_zero(part, _along_run(v, j, S, GROUP, RUN, ALL), KIND, DTYPE, INTERPRETED)
+                        else:
+                            part = _less_zero(part, None, KIND, DTYPE, INTERPRETED)
+                        x = _rows(a_tile, j, is_row, D, RUN, EVEN)
+                        if GROUP == 0:
+                            acc = dot_accumulate(part, x.T, acc, INTERPRETED)
+                        else:
+                            v = _read_groups(scale_at, j, N, S, GROUP, RUN)
+                            s = _along_run(v, j, S, GROUP, RUN, ALL)
+                            if ON_TILE:
+                                acc = dot_accumulate(_times(part, s, DTYPE, INTERPRETED), x.T, acc, INTERPRETED)
+                            else:
+                                acc += dot_accumulate(part, x.T, tl.zeros_like(acc), INTERPRETED) * s
+
+        if GROUP == 0:
+            acc *= tl.load(scale_at).to(tl.float32)[:, None]
+        if outer is not None:
+            acc *= tl.load(outer + e.to(tl.int64) * N + w_rows)[:, None]
+        if row_scale is not None:
+            acc *= tl.load(row_scale + position)[None, :]
+        if bias is not None:
+            acc += tl.load(bias + e.to(tl.int64) * N + w_rows).to(tl.float32)[:, None]
+        if GATED:
+            g, u = acc.reshape(2, COLS, BLOCK_T).permute(1, 2, 0).split()
+            acc, _, _ = activate_and_slopes(g, u, alpha, limit, ACTIVATION)
+        elif ACTIVATION != "none":
+            acc, _, _ = activate_and_slopes(acc, 1.0, alpha, limit, ACTIVATION)
+        cols = col0 + tl.arange(0, COLS)
+        inside = is_row[None, :] & (cols < WIDTH)[:, None]
+        to = out + rows.to(tl.int64)[None, :] * WIDTH + cols[:, None]
+        tl.store(to, cast_from_float32(acc, DTYPE, INTERPRETED), mask=inside)

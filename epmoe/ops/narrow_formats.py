@@ -1,0 +1,144 @@
+"""Narrow weights as they lie in memory: the formats, how two 4-bit numbers share a byte, and what the numbers mean, in
+plain torch. Beside the path of a token: `ops/narrow_gemm.py` multiplies by them, `quant/narrow.py` makes them.
+
+    scheme                  number                                   scales [L, S, N]         zeros [L, S, N]
+    int4_g32 _g64 _g128     (v - z) · s, v in -8..7                  one per 32, 64, 128      int8, or None: 0
+    int8_g32 _g64 _g128     the same, v in -128..127                 columns of K             likewise
+    int4_channel            as above                                 S = 1                    likewise
+    int8_channel
+    mxfp4                   e2m1 · 2**(byte - 127), byte 255: NaN    uint8, one per 32
+    nvfp4                   e2m1 · s · outer[L, N]                   float8_e4m3fn, per 16
+
+Scales lie groups outside and channels inside, so that those of a tile of weights are read side by side. Byte 64·s + j
+of a row of 4-bit numbers (j < 64) holds column 128·s + j in its low half and column 128·s + 64 + j in its high half:
+each half byte of a tile is a run of columns, which meets a run of the token's. Rows are filled up with zeros to whole
+spans of 128. A 4-bit integer v is stored as v + 8; e2m1 is a sign, two bits of exponent and one of mantissa: its
+numbers are 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
+
+Letters: L local experts, N output channels, K what is summed over, S groups along K.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from epmoe.ops._triton import cdiv
+
+SPAN = 128  # columns that share 64 bytes
+E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+REAL_SCALES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class NarrowFormat(NamedTuple):
+    """What a scheme's weights are.
+
+    Attributes:
+        kind: `int4`, `int8` or `fp4` (e2m1).
+        group: columns that share a scale; 0: all of them.
+        scale_dtypes: that scales may have; the first is the usual one.
+        zeros: may have zero points.
+        outer: has a second scale for each channel.
+    """
+
+    kind: str
+    group: int
+    scale_dtypes: tuple[torch.dtype, ...]
+    zeros: bool = False
+    outer: bool = False
+
+    def groups(self, width: int) -> int:
+        """S for rows of `width` numbers."""
+        return cdiv(width, self.group) if self.group else 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+        return torch.int8 if self.kind == "int8" else torch.uint8
+
+    def bytes_per_row(self, width: int) -> int:
+        """Bytes, and entries, of a row of `width` numbers."""
+        return width if self.kind == "int8" else cdiv(width, SPAN) * (SPAN // 2)
+
+
+def _integers() -> dict[str, NarrowFormat]:
+    groups = {"g32": 32, "g64": 64, "g128": 128, "channel": 0}
+    return {
+        f"{kind}_{name}": NarrowFormat(kind, group, REAL_SCALES, zeros=True)
+        for kind in ("int4", "int8")
+        for name, group in groups.items()
+    }
+
+
+NARROW_FORMATS = {
+    **_integers(),
+    "mxfp4": NarrowFormat("fp4", 32, (torch.uint8,)),
+    "nvfp4": NarrowFormat("fp4", 16, (torch.float8_e4m3fn,), outer=True),
+}
+
+
+def narrow_format(scheme: str) -> NarrowFormat:
+    """The format of `scheme`; `ValueError` for one that is not."""
+    if scheme not in NARROW_FORMATS:
+        raise ValueError(f"scheme={scheme!r}: must be one of {', '.join(NARROW_FORMATS)}")
+    return NARROW_FORMATS[scheme]
+
+
+def pack_nibbles(codes: Tensor, fill: int) -> Tensor:
+    """uint8 codes 0..15 `[..., K]` as bytes `[..., 64·ceil(K / 128)]`; `fill` is the code of the columns past K."""
+    width = codes.shape[-1]
+    padded = F.pad(codes, (0, -width % SPAN), value=fill)
+    halves = padded.unflatten(-1, (-1, 2, SPAN // 2))
+    return (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2).contiguous()
+
+
+def unpack_nibbles(packed: Tensor, width: int) -> Tensor:
+    """The inverse of `pack_nibbles`: codes `[..., width]`, uint8."""
+    spans = packed.unflatten(-1, (-1, 1, SPAN // 2))
+    return torch.cat((spans & 15, spans >> 4), dim=-2).flatten(-3)[..., :width]
+
+
+def numbers_of(values: Tensor, kind: str, width: int, dtype: torch.dtype) -> Tensor:
+    """Values `[..., *]` as numbers `[..., width]` of `dtype`, before zero point and scale."""
+    if kind == "int8":
+        return values.to(dtype)
+    codes = unpack_nibbles(values, width)
+    if kind == "int4":
+        return codes.to(dtype) - 8
+    table = torch.tensor([*E2M1_NUMBERS, *(-x for x in E2M1_NUMBERS)], dtype=dtype, device=values.device)
+    return table[codes.int()]
+
+
+def scales_of(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales as numbers; bytes are exponents."""
+    if scales.dtype != torch.uint8:
+        return scales.to(dtype)
+    table = torch.tensor([*(2.0 ** (byte - 127) for byte in range(255)), math.nan], dtype=dtype, device=scales.device)
+    return table[scales.int()]
+
+
+def widen(
+    values: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    outer: Tensor | None,
+    scheme: str,
+    width: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """One expert's or several experts' weights `[..., N, width]` in `dtype`, computed in `dtype`."""
+    form = narrow_format(scheme)
+    group = form.group or width
+
+    def along_k(per_group: Tensor) -> Tensor:
+        return per_group.mT.repeat_interleave(group, dim=-1)[..., :width]
+
+    w = numbers_of(values, form.kind, width, dtype)
+    if zeros is not None:
+        w = w - along_k(zeros.to(dtype))
+    w = w * along_k(scales_of(scales, dtype))
+    return w if outer is None else w * outer.to(dtype)[..., None]

@@ -1,0 +1,238 @@
+"""Narrow weights as released checkpoints hold them, and as `NarrowWeights`: numbers are moved and never rounded again.
+
+    GPTQ    qweight int32 [K·b/32, N], bits i·b.. of word r: input row r·32/b + i, unsigned
+            qzeros int32 [S, N·b/32], likewise along N, less 1 (not in `gptq_v2`); scales [S, N]; g_idx [K]
+    AWQ     qweight int32 [K, N/8], bits 4·i.. of word c: output column 8·c + (0 2 4 6 1 3 5 7)[i]
+            qzeros int32 [S, N/8] likewise, as they are; scales [S, N]
+    MXFP4   blocks uint8 [E, N, K/32, 16], the even column in the low half; scales uint8 [E, N, K/32]
+    NVFP4   weight uint8 [N, K/2], the even column in the low half; weight_scale e4m3 [N, K/16]; weight_scale_2 a number
+
+b bits, N output channels, K what is summed over, S groups along K, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from epmoe.ops.narrow_formats import narrow_format, pack_nibbles
+from epmoe.quant.narrow import NarrowWeights
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+class Imported(NamedTuple):
+    """Attributes:
+    weights: of one expert, `[1, N, K]`.
+    order: column j of `weights` is the checkpoint's column order[j]; None: they are in its order.
+    """
+
+    weights: NarrowWeights
+    order: Tensor | None
+
+
+def from_gptq(
+    qweight: Tensor,
+    qzeros: Tensor,
+    scales: Tensor,
+    g_idx: Tensor | None = None,
+    *,
+    bits: int = 4,
+    group_size: int = 128,
+    zeros_less_one: bool = True,
+) -> Imported:
+    """One linear layer of a GPTQ checkpoint.
+
+    With activation order (`desc_act`) columns of a group do not lie together: they are sorted by group, and the rows
+    that meet them must be sorted alike. For a down projection that costs nothing: its rows are the channels of gate and
+    up projection, `take_channels(gate, order)`. Rows of a gate or up projection are the token's own, in one order for
+    all experts: there a layer with an `order` can't be served.
+
+    Args:
+        qweight, qzeros, scales, g_idx: as above; g_idx, the group of each input row, None: row // group_size.
+        bits: 4 or 8.
+        group_size: 32, 64, a multiple of 128, or -1: one group.
+        zeros_less_one: zero points are stored less one, as `checkpoint_format="gptq"` has it and `gptq_v2` has not.
+
+    Raises:
+        ValueError: shapes or dtypes are not those, or groups of g_idx that are not `group_size` columns each.
+    """
+    if bits not in (4, 8):
+        raise ValueError(f"bits={bits}: must be 4 or 8")
+    per_word = 32 // bits
+    _words(qweight, "qweight")
+    k, n = qweight.shape[0] * per_word, qweight.shape[1]
+    group = k if group_size == -1 else group_size
+    _fits(scales, "scales", (-(-k // group), n))
+    _words(qzeros, "qzeros", (-(-k // group), -(-n // per_word)))
+    codes = _unpack(qweight, bits, range(per_word)).transpose(1, 2).reshape(k, n)
+    points = _unpack(qzeros, bits, range(per_word)).flatten(1)[:, :n]
+    if zeros_less_one:
+        points = (points + 1) & ((1 << bits) - 1)
+    order = None
+    if g_idx is not None:
+        _fits(g_idx, "g_idx", (k,))
+        plain = torch.arange(k, device=g_idx.device) // group
+        if not torch.equal(g_idx.long(), plain):
+            order = g_idx.long().argsort(stable=True)
+            if not torch.equal(g_idx.long()[order], plain):
+                raise ValueError(f"g_idx has groups that are not of {group} columns: must be those of group_size")
+            codes = codes[order]
+    return Imported(_of_integers(codes, points, scales, bits, group_size), order)
+
+
+def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, *, group_size: int = 128) -> NarrowWeights:
+    """One linear layer of an AWQ checkpoint (`gemm`), `[1, N, K]`.
+
+    Raises:
+        ValueError: shapes or dtypes are not as above, or a group size other than 32, 64, multiples of 128, or -1.
+    """
+    _words(qweight, "qweight")
+    k, n = qweight.shape[0], qweight.shape[1] * 8
+    shape = (1 if group_size == -1 else -(-k // group_size), n)
+    _fits(scales, "scales", shape)
+    _words(qzeros, "qzeros", (shape[0], n // 8))
+    place = [AWQ_ORDER.index(column) for column in range(8)]
+    codes, points = (_unpack(words, 4, place).flatten(1) for words in (qweight, qzeros))
+    return _of_integers(codes, points, scales, 4, group_size)
+
+
+def from_mxfp4_blocks(blocks: Tensor, scales: Tensor, *, interleaved: bool = False) -> NarrowWeights:
+    """The experts of a projection in MXFP4, `[E, N, K]`.
+
+    Args:
+        interleaved: channels are gate 0, up 0, gate 1, .. as gpt-oss has them; they become gates, then up projections.
+
+    Raises:
+        ValueError: shapes or dtypes are not as above.
+    """
+    if blocks.dim() != 4 or blocks.shape[3] != 16 or blocks.dtype != torch.uint8:
+        raise ValueError(f"blocks is {blocks.dtype} {tuple(blocks.shape)}: must be torch.uint8 [E, N, K/32, 16]")
+    if scales.dtype != torch.uint8:
+        raise ValueError(f"scales is {scales.dtype}: must be torch.uint8")
+    _fits(scales, "scales", tuple(blocks.shape[:3]))
+    if interleaved:
+        blocks, scales = (torch.cat((t[:, ::2], t[:, 1::2]), 1) for t in (blocks, scales))
+    values = pack_nibbles(_pairs(blocks).flatten(2), 0)
+    return NarrowWeights(values, scales.mT.contiguous(), "mxfp4", blocks.shape[2] * 32)
+
+
+def from_nvfp4(weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor) -> NarrowWeights:
+    """One linear layer in NVFP4 with weights of `weight · weight_scale · weight_scale_2`, `[1, N, K]`.
+
+    Raises:
+        ValueError: shapes or dtypes are not as above.
+    """
+    if weight.dim() != 2 or weight.dtype != torch.uint8 or weight.shape[1] % 8:
+        raise ValueError(f"weight is {weight.dtype} {tuple(weight.shape)}: must be torch.uint8 [N, K/2], K in sixteens")
+    if weight_scale.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"weight_scale is {weight_scale.dtype}: must be torch.float8_e4m3fn")
+    n, k = weight.shape[0], weight.shape[1] * 2
+    _fits(weight_scale, "weight_scale", (n, k // 16))
+    if weight_scale_2.numel() != 1:
+        raise ValueError(f"weight_scale_2 has shape {tuple(weight_scale_2.shape)}: must be one number")
+    scales = weight_scale.view(torch.uint8).T.contiguous().view(torch.float8_e4m3fn)
+    outer = weight_scale_2.float().reshape(1, 1).repeat(1, n)
+    return NarrowWeights(pack_nibbles(_pairs(weight), 0)[None], scales[None], "nvfp4", k, outer=outer)
+
+
+def stack_narrow(parts: Sequence[NarrowWeights]) -> NarrowWeights:
+    """Experts `[Lᵢ, N, K]` one after another, in one `[ΣLᵢ, N, K]`; those without zero points beside others get 0.
+
+    Raises:
+        ValueError: they differ in scheme or shape.
+    """
+    return _joined(parts, 0)
+
+
+def concat_channels(parts: Sequence[NarrowWeights]) -> NarrowWeights:
+    """Projections `[L, Nᵢ, K]` with the channels of all: `concat_channels([gate, up])` is w1.
+
+    Raises:
+        ValueError: they differ in scheme or shape.
+    """
+    return _joined(parts, 1)
+
+
+def take_channels(q: NarrowWeights, index: Tensor) -> NarrowWeights:
+    """The channels `index` (int64) of q, in that order."""
+    values = q.values[:, index].contiguous()
+    scales, zeros = (None if t is None else _bits(t)[..., index].contiguous() for t in (q.scales, q.zeros))
+    assert scales is not None
+    outer = None if q.outer is None else q.outer[:, index].contiguous()
+    return NarrowWeights(values, scales.view(q.scales.dtype), q.scheme, q.width, zeros, outer)
+
+
+def _words(t: Tensor, name: str, shape: tuple[int, int] | None = None) -> None:
+    if t.dtype != torch.int32 or t.dim() != 2:
+        raise ValueError(f"{name} is {t.dtype} {tuple(t.shape)}: must be torch.int32 with two dimensions")
+    if shape is not None:
+        _fits(t, name, shape)
+
+
+def _fits(t: Tensor, name: str, shape: tuple[int, ...]) -> None:
+    if tuple(t.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(t.shape)}: must be {shape}, as the other parts say")
+
+
+def _unpack(words: Tensor, bits: int, places: Sequence[int]) -> Tensor:
+    """int32 `[..., W]` as unsigned numbers `[..., W, 32 / bits]`, number j from place `places[j]` of its word."""
+    shifts = torch.tensor([bits * place for place in places], dtype=torch.int32, device=words.device)
+    return words[..., None] >> shifts & ((1 << bits) - 1)
+
+
+def _pairs(packed: Tensor) -> Tensor:
+    """uint8 `[..., B]` as codes `[..., 2·B]`, low halves first."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def _of_integers(codes: Tensor, points: Tensor, scales: Tensor, bits: int, group_size: int) -> NarrowWeights:
+    """`[1, N, K]` of unsigned codes `[K, N]` and zero points `[S, N]`."""
+    k, half = codes.shape[0], 1 << bits - 1
+    if group_size in (-1, 32, 64):
+        name = "channel" if group_size == -1 else f"g{group_size}"
+    elif group_size > 0 and group_size % 128 == 0:
+        name, repeat = "g128", group_size // 128
+        scales, points = (t.repeat_interleave(repeat, 0)[: -(-k // 128)] for t in (scales, points))
+    else:
+        raise ValueError(f"group_size={group_size}: must be 32, 64, a multiple of 128, or -1")
+    scheme = f"int{bits}_{name}"
+    zeros = None if (points == half).all() else (points - half).to(torch.int8)[None].contiguous()
+    if bits == 4:
+        values = pack_nibbles(codes.to(torch.uint8).T, half)
+    else:
+        values = (codes - half).to(torch.int8).T.contiguous()
+    if scales.dtype not in narrow_format(scheme).scale_dtypes:
+        raise ValueError(f"scales is {scales.dtype}: must be torch.float16, torch.bfloat16 or torch.float32")
+    return NarrowWeights(values[None], scales[None].contiguous(), scheme, k, zeros)
+
+
+def _bits(t: Tensor) -> Tensor:
+    """fp8 as bytes, for which there are kernels everywhere."""
+    return t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
+
+
+def _joined(parts: Sequence[NarrowWeights], dim: int) -> NarrowWeights:
+    if not parts:
+        raise ValueError("parts is empty: must hold at least one")
+    first = parts[0]
+    for i, part in enumerate(parts):
+        alike = (part.scheme, part.width, part.scales.dtype) == (first.scheme, first.width, first.scales.dtype)
+        if not alike or part.shape[1 - dim] != first.shape[1 - dim]:
+            raise ValueError(
+                f"parts[{i}] is {part.scheme} {part.shape} with {part.scales.dtype} scales, parts[0] {first.scheme} "
+                f"{first.shape} with {first.scales.dtype}: must be alike"
+            )
+    along = 0 if dim == 0 else 2  # channels are inside in what groups have
+    values = torch.cat([part.values for part in parts], dim)
+    scales = torch.cat([_bits(part.scales) for part in parts], along).view(first.scales.dtype)
+    zeros = outer = None
+    if any(part.zeros is not None for part in parts):
+        given = [torch.zeros_like(p.scales, dtype=torch.int8) if p.zeros is None else p.zeros for p in parts]
+        zeros = torch.cat(given, along)
+    if first.outer is not None:
+        outer = torch.cat([part.outer for part in parts if part.outer is not None], dim)
+    return NarrowWeights(values, scales, first.scheme, first.width, zeros, outer)

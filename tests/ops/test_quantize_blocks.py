@@ -1,0 +1,73 @@
+"""Blocks of weights to eight bits: the kernel against the twin bit by bit; the twin against float64 is in
+`tests/quant/test_weights.py`."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from epmoe.ops._triton import INTERPRET
+from epmoe.ops.quantize_blocks import quantize_blocks, quantize_blocks_reference, round_blocks
+from epmoe.quant import QuantizedWeights, dequantize_weights
+from epmoe.testing import poisoned_empty
+
+SCHEMES = ["fp8_block", "fp8_block_ue8m0"]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """Where the kernels run: compiled on a GPU, through the interpreter on CPU. One process can do only one of them."""
+    if INTERPRET == (request.param == "cuda"):
+        pytest.skip("Triton was imported " + ("with TRITON_INTERPRET=1" if INTERPRET else "without its interpreter"))
+    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
+    return request.param
+
+
+def weights(n: int, k: int, seed: int) -> Tensor:
+    """Two experts over six decades, with a block of zeros, one of subnormals, one that holds a NaN."""
+    g = torch.Generator().manual_seed(seed)
+    w = torch.randn(2, n, k, generator=g) * torch.tensor([1e3, 1e-3])[:, None, None]
+    w[0, :128, :128] = 0
+    w[1, :128, :128] = 1e-40
+    w[0, -1, -1] = math.nan
+    return w
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("n", "k"), [(256, 128), (160, 200), (1, 1)])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_kernel_and_twin_give_the_same_bits(scheme, n, k, dtype, device, seed):
+    w = weights(n, k, seed).to(device, dtype)
+    with poisoned_empty():
+        values, scales = quantize_blocks(w, scheme)
+        wide = round_blocks(w, scheme)
+    want, want_scales = quantize_blocks_reference(w.cpu(), scheme)
+    assert torch.equal(values.cpu().view(torch.uint8), want.view(torch.uint8))
+    assert torch.equal(scales.cpu().nan_to_num(-1), want_scales.nan_to_num(-1))
+    held = dequantize_weights(QuantizedWeights(want, want_scales, scheme), dtype)
+    assert wide.dtype == dtype
+    normal = ~(held.abs() < 2.0**-126)  # the interpreter's cast to bf16 loses those
+    assert torch.equal(wide.cpu()[normal].nan_to_num(-1), held[normal].nan_to_num(-1))
+
+
+def test_rows_may_lie_apart_and_what_does_not_fit_is_named(device, seed):
+    wide = weights(130, 300, seed).to(device)
+    for got, want in zip(
+        quantize_blocks(wide[:, :, :200], "fp8_block"),
+        quantize_blocks(wide[:, :, :200].contiguous(), "fp8_block"),
+        strict=True,
+    ):
+        assert torch.equal(got.float().nan_to_num(-1), want.float().nan_to_num(-1))
+    assert quantize_blocks(wide[:0], "fp8_block")[1].shape == (0, 2, 3)
+    for w, scheme, message in [
+        (wide, "fp8_row", "scheme='fp8_row': must be one with scales per block"),
+        (wide.int(), "fp8_block", "w is torch.int32"),
+        (wide[0], "fp8_block", "w is torch.float32"),
+        (wide.transpose(1, 2), "fp8_block", "dense along K"),
+    ]:
+        for call in (quantize_blocks, round_blocks):
+            with pytest.raises(ValueError, match=message):
+                call(w, scheme)
