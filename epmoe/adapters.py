@@ -100,15 +100,16 @@ class WithLora(nn.Module):
             fields = {"adapters": names, "rank": ranks, "alpha": alphas, "dtype": dtype}
             self.ep.check_same(f"add_lora of MoELayer {self.name!r}", fields)
         base = self.gate_up_proj
+        rows: torch.dtype = self.dtype  # type: ignore[assignment]
         if base.device.type != "meta":
-            select_experts_impl(self.config, device=base.device, dtype=base.dtype, lora=True)  # raises where none can
+            select_experts_impl(self.config, device=base.device, dtype=rows, lora=True)  # raises where none can
 
         h, i, r = self.config.expert_hidden_size, self.config.intermediate_size, max(ranks)
         width = 2 * i if self.config.activation_function.gated else i
         shapes = {"gate_up_a": (r, h), "gate_up_b": (width, r), "down_a": (r, i), "down_b": (h, r)}
         lead = (len(self.local_experts), len(names))
         for name, shape in shapes.items():
-            empty = torch.empty(*lead, *shape, device=base.device, dtype=dtype or base.dtype)
+            empty = torch.empty(*lead, *shape, device=base.device, dtype=dtype or rows)
             setattr(self, f"lora_{name}", nn.Parameter(empty))
         self.lora_adapters = tuple(Adapter(*parts) for parts in zip(names, ranks, map(float, alphas), strict=True))
         self._kernels.clear()  # another may be chosen now

@@ -38,6 +38,21 @@ def refusal(dispatcher: Dispatcher | type[Dispatcher], experts: Experts | type[E
     return None
 
 
+def scheme_refusal(
+    dispatcher: Dispatcher | type[Dispatcher], combine_scheme: str | None, grad_scheme: str | None
+) -> str | None:
+    """Why rows can't travel back in these schemes, with the way out; None if they can."""
+    named = {"combine_scheme": combine_scheme, "grad_scheme": grad_scheme}
+    asked = [f"{name}={scheme!r}" for name, scheme in named.items() if scheme is not None]
+    if not asked or dispatcher.capabilities.quantized_back:
+        return None
+    able = (repr(d.name) for d in DISPATCHERS.values() if d.capabilities.quantized_back)
+    return (
+        f"{asked[0]} with dispatcher={dispatcher.name!r}, which sends rows of combine and gradients wide: leave it "
+        f"unset, or use dispatcher={' or '.join(able)}"
+    )
+
+
 class Combination(NamedTuple):
     """Attributes: names of the parts; `refusal`, None where they work together."""
 

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import torch
 
+from epmoe.quant.config import QuantConfig
+
 Scoring = Literal["softmax", "topk_softmax", "sigmoid", "sqrt_softplus"]
 GroupScore = Literal["max", "top2_sum"]
 
@@ -159,15 +161,23 @@ class MoEConfig:
         latent_size: latent MoE: routed experts work on `latent_proj(x)` of this width and their sum is projected back;
             router and shared experts keep the full x.
         placement: `contiguous`, `strided`, or one tuple of expert ids per rank.
-        dispatcher: `auto`, `local`, `all_gather`, `all_to_all` or `all_to_all_fixed`.
+        dispatcher: `auto`, `local`, `all_gather`, `all_to_all`, `all_to_all_fixed`, `hierarchical` or `symmetric`.
         experts: `auto`, `reference`, `torch_grouped`, `grouped` or `batched`, or `monolithic`.
         max_tokens_per_rank: the most tokens any rank brings to one call, for `all_to_all_fixed`, which needs it.
-        dispatch_scheme: quantize rows before they are sent, where no gradient is asked for: `fp8_block`, `fp8_row` or
-            `int8_row`.
+        dispatch_scheme: quantize rows before they are sent (`fp8_block`, `fp8_row`, `int8_row`, ...): short for
+            `quant=QuantConfig(activations=...)`.
+        quant: which numbers are held, sent and multiplied in eight bits or fewer; see `QuantConfig`.
         expert_capacity, overflow: places per expert of `batched` experts (None: room for every row), and what happens
             past them: `raise`, `chunk` or `drop`.
         chunk_tokens: compute at most this many received rows at a time (None: all at once).
+        batch_invariant: a token's routed output, given its ids and weights, has the same bits in every batch: one
+            kernel configuration for all sizes. Router, shared experts and latent projections are torch's products,
+            which promise nothing.
+        main_grad: backward adds the experts' gradients in float32 to the tensor `main_grad` of each expert parameter,
+            which the user makes and clears, and leaves `.grad` None: Megatron's fused accumulation. See
+            `experts.sum_gradients`.
         shared_experts_order: `auto`, `before` dispatch, `during` combine, or `after` it.
+        comm_sms: SMs for rows that move beside a computation, which leaves them free; None: what the dispatcher needs.
         validate: check ids and weights of every call (waits for the device). Also set by EPMOE_VALIDATE=1.
     """
 
@@ -190,10 +200,14 @@ class MoEConfig:
     experts: str = "auto"
     max_tokens_per_rank: int | None = None
     dispatch_scheme: str | None = None
+    quant: QuantConfig | None = None
     expert_capacity: int | None = None
     overflow: str = "raise"
     chunk_tokens: int | None = None
+    main_grad: bool = False
+    batch_invariant: bool = False
     shared_experts_order: str = "auto"
+    comm_sms: int | None = None
     validate: bool = False
 
     def __post_init__(self) -> None:
@@ -205,6 +219,7 @@ class MoEConfig:
             "max_tokens_per_rank",
             "expert_capacity",
             "chunk_tokens",
+            "comm_sms",
         ):
             if getattr(self, field) is not None:
                 _positive_int("MoEConfig", field, getattr(self, field))
@@ -221,6 +236,12 @@ class MoEConfig:
             for field, unset in (("shared_expert_gate", False), ("shared_intermediate_size", None)):
                 value = getattr(self, field)
                 _require(value == unset, f"MoEConfig.{field}", value, "left unset, since num_shared_experts=0")
+        _require(
+            self.quant is None or self.dispatch_scheme in (None, self.quant.rows),
+            "MoEConfig.dispatch_scheme",
+            self.dispatch_scheme,
+            "left unset, since MoEConfig.quant says how rows are sent",
+        )
         groups = self.router.num_groups
         _require(
             self.num_experts % groups == 0,
@@ -253,6 +274,11 @@ class MoEConfig:
     def experts_layout(self) -> str:
         """Layout of the experts' rows: `batched` where it was asked for or capacity says so, else `standard`."""
         return "batched" if self.experts == "batched" or self.expert_capacity is not None else "standard"
+
+    @property
+    def row_scheme(self) -> str | None:
+        """The scheme that rows are sent in."""
+        return self.dispatch_scheme if self.quant is None else self.quant.rows
 
     @property
     def expert_hidden_size(self) -> int:

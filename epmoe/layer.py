@@ -19,14 +19,17 @@ from epmoe.adapters import LORA_PARAMETERS, WithLora
 from epmoe.comm import EPGroup
 from epmoe.config import DTYPES, Activation, MoEConfig
 from epmoe.dispatch import make_dispatcher
-from epmoe.experts import ExpertWeights, select_experts_impl
+from epmoe.experts import ExpertWeights, select_experts_impl, sum_gradients
 from epmoe.kernel import MoEKernel
 from epmoe.ops.activation import apply_activation
 from epmoe.placement import ExpertPlacement
+from epmoe.quantized import PROJECTIONS, SCALE_PARAMETERS, WithQuantizedExperts, copy_bits
 from epmoe.recompute import current_tape
 from epmoe.router import Router, Routing, as_routing
 
-EXPERT_PARAMETERS = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias", *LORA_PARAMETERS)
+EXPERT_PARAMETERS = (
+    "gate_up_proj", "down_proj", "gate_up_bias", "down_bias", *SCALE_PARAMETERS, *LORA_PARAMETERS
+)  # fmt: skip
 
 
 class SharedExperts(nn.Module):
@@ -76,13 +79,14 @@ class SharedExperts(nn.Module):
         return out
 
 
-class MoELayer(WithLora):
+class MoELayer(WithLora, WithQuantizedExperts):
     """A Mixture-of-Experts layer whose routed experts are spread over the ranks of `ep`.
 
     Parameters: `router.weight [E, H]`; this rank's experts `gate_up_proj [L, 2I, H]` (gate rows, then up rows; `[L, I,
     H]` when the activation is not gated) and `down_proj [L, H, I]`, with `expert_bias` also `gate_up_bias`,
     `down_bias`; `shared_experts.*`; `latent_down [latent, H]`, `latent_up [H, latent]`. `local_experts` are the logical
-    ids of the L.
+    ids of the L. Quantized experts (`config.quant`, or `quantize_` later) hold values in the projections and scales
+    beside them, such as `gate_up_proj_scale_inv`, none of which needs a gradient.
 
     Every rank of the group must call the layer the same number of times, in forward and in backward, also with zero
     tokens. Expert gradients are sums over the tokens of all ranks: see `epmoe.integrations.gradients` for data
@@ -149,8 +153,7 @@ class MoELayer(WithLora):
         self.router = (
             Router(config.router, h, config.num_experts, config.top_k, **factory) if router is None else router
         )
-        self.gate_up_proj = nn.Parameter(torch.empty(local, width, h_expert, **factory))
-        self.down_proj = nn.Parameter(torch.empty(local, h_expert, i, **factory))
+        self._make_projections(device, dtype)
         self.gate_up_bias = nn.Parameter(torch.empty(local, width, **factory)) if config.expert_bias else None
         self.down_bias = nn.Parameter(torch.empty(local, h_expert, **factory)) if config.expert_bias else None
         self.latent_down = nn.Parameter(torch.empty(h_expert, h, **factory)) if config.latent_size else None
@@ -190,19 +193,32 @@ class MoELayer(WithLora):
                 ),
                 select_experts_impl(config, device=device, dtype=dtype, lora=bool(self.lora_adapters)).experts,
                 layout=config.experts_layout,
-                dispatch_scheme=config.dispatch_scheme,
+                dispatch_scheme=config.row_scheme,
+                combine_scheme=None if config.quant is None else config.quant.combine,
+                grad_scheme=None if config.quant is None else config.quant.gradients,
                 expert_capacity=config.expert_capacity,
                 overflow=config.overflow,
                 chunk_tokens=config.chunk_tokens,
                 shared_experts_order=config.shared_experts_order,
+                comm_sms=config.comm_sms,
                 validate=config.validate or None,
             )
         return self._kernels[device, dtype]
 
+    def _check_experts(self, config: MoEConfig, dtype: torch.dtype) -> None:
+        device = self.gate_up_proj.device
+        if device.type != "meta":
+            select_experts_impl(config, device=device, dtype=dtype, lora=bool(self.lora_adapters))
+
     def expert_weights(self) -> ExpertWeights:
         """This rank's experts as `MoEKernel` takes them."""
         return ExpertWeights(
-            self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias, lora=self.expert_lora()
+            self.gate_up_proj,
+            self.down_proj,
+            self.gate_up_bias,
+            self.down_bias,
+            lora=self.expert_lora(),
+            **self._expert_scales(),
         )
 
     def expert_parameters(self) -> dict[str, nn.Parameter]:
@@ -231,17 +247,19 @@ class MoELayer(WithLora):
         generator = torch.Generator(self.gate_up_proj.device)
         for local, expert in enumerate(self.local_experts):
             generator.manual_seed(seed + expert)
-            for weight in (self.gate_up_proj, self.down_proj):
-                weight[local].normal_(std=weight.shape[-1] ** -0.5, generator=generator)
+            for name in PROJECTIONS:
+                self._draw_expert(name, local, generator)
         self.reset_lora_parameters()
 
     @torch.no_grad()
     def load_experts(self, tensors: Mapping[str, Tensor], expert_ids: Sequence[int] | None = None) -> list[int]:
         """Copies this rank's experts out of full or sharded tensors.
 
+        Quantized experts take values and scales as they are, or wide weights, which are quantized one expert at a time.
+
         Args:
-            tensors: `gate_up_proj`, `down_proj`, `gate_up_bias`, `down_bias` or some of them, each one row per expert
-                along the first dimension.
+            tensors: `gate_up_proj`, `down_proj`, `gate_up_bias`, `down_bias`, scales such as `gate_up_proj_scale_inv`,
+                or some of them, each one row per expert along the first dimension.
             expert_ids: the logical id of each row; None: the tensors are full, row e is expert e.
 
         Returns:
@@ -257,14 +275,19 @@ class MoELayer(WithLora):
         for name, tensor in tensors.items():
             if name not in parameters:
                 raise ValueError(f"{name!r} is no expert tensor of this layer; it has {', '.join(parameters)}")
-            shape = (len(ids), *parameters[name].shape[1:])
+            wide = self._is_wide(name, tensor, tensors)
+            shape = (len(ids), *(self.weight_shape(name) if wide else parameters[name].shape)[1:])
             if tuple(tensor.shape) != shape:
                 hint = "" if expert_ids is not None else " (pass expert_ids if these are not all experts)"
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, must be {shape}{hint}")
         here = [(self.local_experts.index(e), row, e) for row, e in enumerate(ids) if e in self.local_experts]
         for name, tensor in tensors.items():
+            wide = self._is_wide(name, tensor, tensors)
             for local, row, _ in here:
-                parameters[name][local].copy_(tensor[row])
+                if wide:
+                    self._write_expert(name, local, tensor[row].to(parameters[name].device))
+                else:
+                    copy_bits(parameters[name][local], tensor[row])
         return [expert for _, _, expert in here]
 
     def forward(
@@ -273,6 +296,7 @@ class MoELayer(WithLora):
         *,
         token_mask: Tensor | None = None,
         adapter_ids: Tensor | int | None = None,
+        routing: Routing | tuple[Tensor, Tensor] | None = None,
         return_routing: bool = False,
     ) -> Tensor | tuple[Tensor, Routing]:
         """The layer's output, in the shape and dtype of x.
@@ -282,6 +306,7 @@ class MoELayer(WithLora):
             token_mask: `[...]` bool, False for padding: those tokens go to no routed expert and cost nothing there.
             adapter_ids: `[...]` int32, each token's adapter of `add_lora`, or one number for all tokens; -1 is none, as
                 None is for all. Other ranks may have other tokens or none with adapters.
+            routing: decided elsewhere, as a `router` of one's own gives it: the layer's router is not asked.
             return_routing: also give the `Routing`, for losses and load metrics.
 
         Raises:
@@ -300,21 +325,23 @@ class MoELayer(WithLora):
         tape = None if monolithic else current_tape()
         forced, layout = tape.next(self.name) if tape is not None and tape.replaying else (None, None)
         if monolithic:
-            logits = self._logits(tokens, mask, return_routing)
+            logits = self._logits(tokens, mask, return_routing, routing is not None)
         else:
-            routing = self._route(tokens, mask, forced)
+            chosen = self._route(tokens, mask, forced, routing)
         with torch.autocast(tokens.device.type, enabled=False):
             tokens = tokens.to(dtype)
             routed_input = tokens if self.latent_down is None else F.linear(tokens, self.latent_down.to(dtype))
             weights, shared_experts = self.expert_weights().to(dtype), self.shared_experts
+            if self.config.main_grad:
+                weights = sum_gradients(weights, self.expert_parameters())
             shared = None if shared_experts is None else lambda: shared_experts(tokens)
             if monolithic:
                 out = kernel.from_logits(routed_input, logits, weights, shared_experts=shared, **self._routing_rules())
             else:
-                precise = routing.topk_weights.to(torch.promote_types(dtype, torch.float32))
+                precise = chosen.topk_weights.to(torch.promote_types(dtype, torch.float32))
                 out = kernel(
-                    routed_input,
-                    routing.topk_ids,
+                    self._as_sent(routed_input),
+                    chosen.topk_ids,
                     precise,
                     weights,
                     shared_experts=shared,
@@ -323,19 +350,20 @@ class MoELayer(WithLora):
                 )
             if tape is not None and not tape.replaying:
                 assert out.layout is not None
-                tape.record(self.name, routing.topk_ids, out.layout)
+                tape.record(self.name, chosen.topk_ids, out.layout)
             y = out.routed if self.latent_up is None else F.linear(out.routed, self.latent_up.to(dtype))
             if out.shared is not None:
                 y = y + out.shared
         y = y.to(x.dtype).reshape(x.shape)
-        return (y, routing) if return_routing else y
+        return (y, chosen) if return_routing else y
 
-    def _logits(self, tokens: Tensor, mask: Tensor | None, return_routing: bool) -> Tensor:
+    def _logits(self, tokens: Tensor, mask: Tensor | None, return_routing: bool, given: bool) -> Tensor:
         """What monolithic experts route by; a masked token has no usable expert."""
-        if return_routing:
+        if return_routing or given:
+            asked = "return_routing=True asks for" if return_routing else "routing=... brings"
             raise ValueError(
-                f"layer {self.name!r}: experts={self.config.experts!r} show no routing, which return_routing=True asks "
-                "for: use others"
+                f"layer {self.name!r}: experts={self.config.experts!r} show and take no routing, which {asked}: use "
+                "others"
             )
         assert isinstance(self.router, Router), "checked when the layer was made"
         logits = self.router.logits(tokens, mask)
@@ -349,16 +377,23 @@ class MoELayer(WithLora):
             "selection_bias": self.router.selection_bias,
         }
 
-    def _route(self, tokens: Tensor, mask: Tensor | None, forced: Tensor | None) -> Routing:
-        if isinstance(self.router, Router):
+    def _route(
+        self,
+        tokens: Tensor,
+        mask: Tensor | None,
+        forced: Tensor | None,
+        given: Routing | tuple[Tensor, Tensor] | None,
+    ) -> Routing:
+        if given is None and isinstance(self.router, Router):
             return self.router(tokens, topk_ids=forced, token_mask=mask)
-        routing = as_routing(self.router(tokens), tokens.shape[0], self.config.top_k, self.config.num_experts)
+        result = self.router(tokens) if given is None else given
+        routing = as_routing(result, tokens.shape[0], self.config.top_k, self.config.num_experts)
         if mask is not None:
             routing = routing.masked(mask)
         if forced is not None and not torch.equal(forced, routing.topk_ids):
             raise RuntimeError(
-                f"layer {self.name!r}: the custom router chose other experts when recomputed; make it repeatable, or "
-                "keep the layer out of the checkpointed function"
+                f"layer {self.name!r}: the custom or given routing chose other experts when recomputed; make it "
+                "repeatable, or keep the layer out of the checkpointed function"
             )
         return routing
 
@@ -378,8 +413,8 @@ class MoELayer(WithLora):
             )
         if torch.is_autocast_enabled(x.device.type):
             return torch.get_autocast_dtype(x.device.type)
-        if x.dtype != weight.dtype:
+        if x.dtype != self.dtype:
             raise ValueError(
-                f"{where}x is {x.dtype}, the experts are {weight.dtype}: convert one, or run under torch.autocast"
+                f"{where}x is {x.dtype}, the experts are {self.dtype}: convert one, or run under torch.autocast"
             )
         return x.dtype

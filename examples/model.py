@@ -57,6 +57,7 @@ class ModelConfig:
     intermediate_size: int = 128
     context: int = 256
     dispatcher: str = "auto"
+    dispatch: str | None = None  # scheme of rows as they are sent
 
     def __post_init__(self) -> None:
         if self.hidden_size % (2 * self.num_heads):
@@ -101,6 +102,7 @@ class Block(nn.Module):
             config.top_k,
             num_shared_experts=1,
             dispatcher=config.dispatcher,
+            dispatch_scheme=config.dispatch,
         )
         self.moe = MoELayer(moe, ep, name=name)
 

@@ -162,6 +162,7 @@ def train(
     top_k: Annotated[int, typer.Option(min=1, help="Experts per byte.")] = 2,
     intermediate: Annotated[int, typer.Option(min=1, help="Width inside an expert.")] = 128,
     dispatcher: Annotated[str, typer.Option(help="auto, local, all_gather or all_to_all.")] = "auto",
+    dispatch: Annotated[str | None, typer.Option(help="Send rows in eight bits: fp8_block, fp8_row, int8_row.")] = None,
     activation_checkpoint: Annotated[bool, typer.Option(help="Recompute each layer in backward.")] = False,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 200,
     eval_bytes: Annotated[int, typer.Option(min=1, help="Held-out bytes to evaluate on.")] = 65536,
@@ -178,7 +179,8 @@ def train(
     unigram = (torch.bincount(text.long(), minlength=VOCAB) + 1).double()
     unigram /= unigram.sum()
 
-    config = ModelConfig(layers, hidden, max(1, hidden // 32), experts, top_k, intermediate, context, dispatcher)
+    heads = max(1, hidden // 32)
+    config = ModelConfig(layers, hidden, heads, experts, top_k, intermediate, context, dispatcher, dispatch)
     model = ByteModel(config, ep, device, seed)
     model.recompute = activation_checkpoint
     decayed = [p for p in model.parameters() if p.dim() > 1]

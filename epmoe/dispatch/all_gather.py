@@ -55,7 +55,9 @@ class AllGatherDispatcher(ExchangeDispatcher):
     """All-gather out, reduce-scatter back; one count exchange per dispatch."""
 
     name = "all_gather"
-    capabilities = DispatcherCapabilities(asynchronous=True, host_sync=True, backends=("gloo", "nccl"))
+    capabilities = DispatcherCapabilities(
+        asynchronous=True, host_sync=True, backends=("gloo", "nccl"), quantized_back=True
+    )
 
     def make_layout(self, topk_ids: Tensor) -> AllGatherLayout:
         tokens, k = topk_ids.shape

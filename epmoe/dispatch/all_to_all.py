@@ -20,16 +20,19 @@ from epmoe.dispatch.base import DispatcherCapabilities, Layout, Traffic
 from epmoe.dispatch.exchange import ExchangeDispatcher, Flight, Rows, arrival, register_ops
 from epmoe.ops.destinations import destinations
 
+TOKENS_AT = 32  # the bit of a count of rows where a rank's number of tokens begins, if it travels along
+
 
 @dataclasses.dataclass(frozen=True)
 class AllToAllLayout(Layout):
     """`send_index [S]` int32: the token of each row sent, by destination; `slot [M, R]` int32: where a token's row for
     a rank lies among them, -1 if it has none; `splits [2, R]`: rows sent to and received from each rank, as numbers, or
-    as the int64 host tensor that a compiled graph has."""
+    as the int64 host tensor that a compiled graph has; `most_rows`: tokens of the rank that has most, where known."""
 
     send_index: Tensor
     slot: Tensor
     splits: list[list[int]] | Tensor
+    most_rows: int | None = None
 
     @property
     def rows(self) -> Tensor:
@@ -47,11 +50,13 @@ def exchange_counts(topk_ids: Tensor, owner: Tensor, ep: EPGroup, operation: str
     both = topk_ids.new_empty((2, ep.num_ranks, 2), dtype=torch.int64)  # of ours and of the peers', for one copy
     ours, theirs = both.unbind()
     send_index, slot, _ = destinations(topk_ids, owner, ep.num_ranks, counts=ours)
+    with_tokens = ep.goes_by_copies()
+    if with_tokens:  # every rank's, beside its rows
+        ours[:, 0] += topk_ids.shape[0] << TOKENS_AT
     _, work = ep.all_to_all_async(ours, out=theirs)
     ep.wait(work, operation)
     to_peers, from_peers = ep.to_host(both, operation)
-    sent = [rows for rows, _ in to_peers]
-    received = [rows for rows, _ in from_peers]
+    sent, received = ([rows & (1 << TOKENS_AT) - 1 for rows, _ in counts] for counts in (to_peers, from_peers))
     return AllToAllLayout(
         num_tokens=topk_ids.shape[0],
         num_rows=sum(received),
@@ -59,6 +64,7 @@ def exchange_counts(topk_ids: Tensor, owner: Tensor, ep: EPGroup, operation: str
         send_index=send_index.narrow(0, 0, sum(sent)),
         slot=slot,
         splits=[sent, received],
+        most_rows=max(rows >> TOKENS_AT for rows, _ in from_peers) if with_tokens else None,
     )
 
 
@@ -87,8 +93,9 @@ class AllToAllDispatcher(ExchangeDispatcher):
     """Variable-size all-to-all each way, after one exchange of counts."""
 
     name = "all_to_all"
+    copies = True
     capabilities = DispatcherCapabilities(
-        asynchronous=True, host_sync=True, backends=("gloo", "nccl"), exact_pairs=True
+        asynchronous=True, host_sync=True, backends=("gloo", "nccl"), exact_pairs=True, quantized_back=True
     )
 
     def make_layout(self, topk_ids: Tensor) -> AllToAllLayout:
@@ -103,12 +110,14 @@ class AllToAllDispatcher(ExchangeDispatcher):
     @staticmethod
     def send(rows: Rows, layout: AllToAllLayout, ep: EPGroup, operation: str) -> Flight:
         sent, received = layout.numbers
-        return arrival(rows, ep.all_to_all_async(rows.pack(layout.send_index), sent, received), ep, operation)
+        messages = rows.pack(layout.send_index)
+        return arrival(rows, ep.all_to_all_async(messages, sent, received, most_rows=layout.most_rows), ep, operation)
 
     @staticmethod
     def give_back(rows: Rows, layout: AllToAllLayout, ep: EPGroup, operation: str, out: Tensor | None = None) -> Flight:
         sent, received = layout.numbers
-        return arrival(rows, ep.all_to_all_async(rows.pack(None), received, sent), ep, operation, layout.slot, out)
+        launched = ep.all_to_all_async(rows.pack(None), received, sent, most_rows=layout.most_rows)
+        return arrival(rows, launched, ep, operation, layout.slot, out)
 
     @staticmethod
     def pack_layout(layout: AllToAllLayout) -> tuple[list[Tensor], list[int]]:
@@ -120,7 +129,8 @@ class AllToAllDispatcher(ExchangeDispatcher):
     @staticmethod
     def unpack_layout(tensors: Sequence[Tensor], numbers: Sequence[int]) -> AllToAllLayout:
         tokens, received, pairs = numbers
-        return AllToAllLayout(tokens, received, pairs, *tensors)
+        send_index, slot, splits = tensors
+        return AllToAllLayout(tokens, received, pairs, send_index, slot, splits)
 
     def traffic(self, num_tokens: int, top_k: int) -> Traffic:
         rows = num_tokens * self.ep.num_ranks  # all of every rank's tokens come here

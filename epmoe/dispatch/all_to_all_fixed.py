@@ -34,8 +34,9 @@ class FixedAllToAllDispatcher(ExchangeDispatcher):
     """Equal all-to-all each way; needs `max_tokens_per_rank`, the same on all ranks."""
 
     name = "all_to_all_fixed"
+    copies = True
     capabilities = DispatcherCapabilities(
-        asynchronous=True, cuda_graph=True, backends=("gloo", "nccl"), max_tokens=True
+        asynchronous=True, cuda_graph=True, backends=("gloo", "nccl"), max_tokens=True, quantized_back=True
     )
 
     def make_layout(self, topk_ids: Tensor) -> FixedLayout:
@@ -60,11 +61,13 @@ class FixedAllToAllDispatcher(ExchangeDispatcher):
 
     @staticmethod
     def send(rows: Rows, layout: FixedLayout, ep: EPGroup, operation: str) -> Flight:
-        return arrival(rows, ep.all_to_all_async(rows.pack(layout.send_index)), ep, operation)
+        most = layout.num_rows // ep.num_ranks
+        return arrival(rows, ep.all_to_all_async(rows.pack(layout.send_index), most_rows=most), ep, operation)
 
     @staticmethod
     def give_back(rows: Rows, layout: FixedLayout, ep: EPGroup, operation: str, out: Tensor | None = None) -> Flight:
-        return arrival(rows, ep.all_to_all_async(rows.pack(None)), ep, operation, layout.slot, out)
+        launched = ep.all_to_all_async(rows.pack(None), most_rows=layout.num_rows // ep.num_ranks)
+        return arrival(rows, launched, ep, operation, layout.slot, out)
 
     @staticmethod
     def pack_layout(layout: FixedLayout) -> tuple[list[Tensor], list[int]]:

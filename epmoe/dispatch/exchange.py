@@ -16,7 +16,8 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,111 +25,18 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import Work
 
 from epmoe.comm import EPGroup
+from epmoe.comm.beside import keep_for_current_stream
 from epmoe.comm.memory import Buffer, buffer
+from epmoe.comm.recording import Recorder, recording
 from epmoe.dispatch.base import Dispatcher, ExpertInput, Layout, Pending, Traffic
+from epmoe.dispatch.flight import Flight, in_manner
+from epmoe.dispatch.messages import Extras, Rows, side_by_side
 from epmoe.dispatch.reduce import ExpertOutput
-from epmoe.ops.gather_sum import gather_sum
-from epmoe.ops.pack_rows import pack_rows, row_layout, unpack_rows
+from epmoe.ops._leases import Lease
 from epmoe.quant.rows import QuantizedRows, quantized
+from epmoe.quant.straight_through import rounded
 
-
-class Rows(NamedTuple):
-    """What belongs to each row and travels with it in one message; `weights` and `ids` may be absent."""
-
-    values: Tensor  # [n, H]
-    weights: Tensor | None  # [n, K] float: router weights, or their gradient
-    ids: Tensor | None  # [n, K+] int32: ids, and whatever else no gradient flows to; see `Extras`
-    words: Tensor | None = None  # weights and ids as they travel, where they have been put side by side already
-
-    @property
-    def word_counts(self) -> tuple[int, int]:
-        """How many 4-byte words of weights and of ids follow the values."""
-        weights = 0 if self.weights is None else self.weights.shape[1] * self.weights.element_size() // 4
-        return weights, 0 if self.ids is None else self.ids.shape[1]
-
-    @property
-    def message_bytes(self) -> int:
-        """Bytes of one row's message."""
-        return row_layout(self.values.shape[1], self.values.dtype, sum(self.word_counts)).row_bytes
-
-    @property
-    def bare(self) -> bool:
-        """Whether a message is nothing but a row's values, so that dense rows are messages as they lie."""
-        width = self.values.shape[1] * self.values.element_size()
-        return self.weights is None and self.ids is None and self.message_bytes == width
-
-    def pack(self, index: Tensor | None) -> Tensor:
-        """Messages `[S, bytes]` of rows `index [S]` (None: all); an index outside `[0, n)` makes a row without
-        experts. May be the rows themselves."""
-        if index is None and self.bare and self.values.is_contiguous():
-            return self.values.view(torch.uint8)
-        words = self.words if self.words is not None else side_by_side(self.weights, self.ids)
-        return pack_rows(self.values, words, index)
-
-    def unpack(self, messages: Tensor) -> Rows:
-        """Views into received `messages`, which are shaped like these rows."""
-        if self.bare:
-            return Rows(messages.view(self.values.dtype), None, None)
-        weight_words, id_words = self.word_counts
-        values, words = unpack_rows(messages, self.values.shape[1], self.values.dtype, weight_words + id_words)
-        weights = None if self.weights is None else words[:, :weight_words].view(self.weights.dtype)
-        return Rows(values, weights, None if self.ids is None else words[:, weight_words:])
-
-    def sum_over_ranks(self, slot: Tensor, out: Tensor | None = None) -> Rows:
-        """Adds up the rows that `slot [M, R]` names (-1: none), in rank order, in fp32."""
-        weights = None if self.weights is None else gather_sum(self.weights, slot, None, self.weights.dtype)
-        return Rows(gather_sum(self.values, slot, None, self.values.dtype, out=out), weights, None)
-
-
-def side_by_side(weights: Tensor | None, ids: Tensor | None) -> Tensor | None:
-    """The bits of `weights [n, K]` and the `ids [n, K]` as int32 words, one row of a message each; no gradient."""
-    words = [] if weights is None else [weights.detach().contiguous().view(torch.int32)]
-    words += [] if ids is None else [ids]
-    return torch.cat(words, dim=1) if len(words) > 1 else words[0] if words else None
-
-
-class Extras(NamedTuple):
-    """What travels as int32 words beside a row's ids: its LoRA adapter and the bits of its scales."""
-
-    top_k: int
-    adapter: bool
-    scheme: str | None
-
-    @classmethod
-    def join(
-        cls, topk_ids: Tensor, adapter_ids: Tensor | None, x: Tensor | QuantizedRows
-    ) -> tuple[Tensor, Tensor, Extras]:
-        """The rows' values, their words `[M, K + ...]`, and how to take the words apart."""
-        values, scales, scheme = (x.values, x.scales, x.scheme) if isinstance(x, QuantizedRows) else (x, None, None)
-        words = [topk_ids]
-        if adapter_ids is not None:
-            words.append(adapter_ids[:, None])
-        if scales is not None:
-            words.append(scales.view(torch.int32))
-        joined = torch.cat(words, dim=1) if len(words) > 1 else topk_ids
-        return values, joined, cls(topk_ids.shape[1], adapter_ids is not None, scheme)
-
-    def split(self, words: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """`topk_ids` and the other fields of an `ExpertInput`, views into the words."""
-        first_scale = self.top_k + self.adapter
-        adapter_ids = words[:, self.top_k] if self.adapter else None
-        scales = None if self.scheme is None else words[:, first_scale:].view(torch.float32)
-        return words[:, : self.top_k], {"adapter_ids": adapter_ids, "x_scale": scales, "scheme": self.scheme}
-
-
-class Flight:
-    """A launched movement: `arrive` makes the messages usable, as often as one likes; a call gives the rows, once."""
-
-    def __init__(self, arrive: Callable[[], None], finish: Callable[[], Rows]) -> None:
-        self.arrive = arrive
-        self._finish = finish
-
-    def __call__(self) -> Rows:
-        self.arrive()
-        return self._finish()
-
-
-Movement = Callable[[Rows], Flight]
+Movement = Callable[[Rows], Flight[Rows]]
 
 
 @dataclasses.dataclass
@@ -139,25 +47,43 @@ class _Link:
     adjoint: Movement
     ids: Tensor | None
     words: Tensor | None
+    name: str
+    sent: Tensor | None = None  # quantized values, which travel in the place of their source
+    sms: int = 0  # that backward, too, leaves free while its rows are on their way
+    recorder: Recorder | None = None
     forward: Flight | None = None
     backward: Flight | None = None
     received_ids: Tensor | None = None
+    received: Tensor | None = None  # quantized values
+    lease: Lease | None = None
+    heard: Any = None
+
+    def launching(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.recorder is None else self.recorder.launching(f"backward of {self.name}")
+
+    def waiting(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.recorder is None else self.recorder.waiting(self.heard)
 
 
 class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, link: _Link, values: Tensor, weights: Tensor | None) -> Tensor:
         ctx.link = link
-        link.forward = link.launch(Rows(values, weights, link.ids, link.words))
+        sent = values if link.sent is None else link.sent
+        link.forward = link.launch(Rows(sent, weights, link.ids, link.words))
         link.words = None
         return values.new_empty(0)  # carries the graph from launch to wait
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor, Tensor | None]:
-        flight, ctx.link.backward = ctx.link.backward, None
+        link = ctx.link
+        flight, link.backward = link.backward, None
         assert flight is not None, "the wait node launches the gradient before the launch node waits for it"
-        gradient = flight()
+        with link.waiting():
+            gradient = flight()
+        if link.lease is not None:
+            link.lease.end()
         return None, gradient.values, gradient.weights
 
 
@@ -169,12 +95,19 @@ class _Wait(torch.autograd.Function):
         assert flight is not None, "each launch is waited for once"
         rows = flight()
         link.received_ids = rows.ids
-        return rows.values, rows.weights
+        if link.sent is None:
+            return rows.values, rows.weights
+        link.sent, link.received = None, rows.values
+        return token.new_empty(1, 1).expand(rows.values.shape), rows.weights
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, values: Tensor, weights: Tensor | None) -> tuple[None, Tensor]:
-        ctx.link.backward = ctx.link.adjoint(Rows(values.contiguous(), weights, None))
+        link = ctx.link
+        with link.launching() as link.heard:
+            link.backward = link.adjoint(Rows(values.contiguous(), weights, None))
+        if link.sms:
+            link.lease = Lease(values.device, link.sms)
         return None, values.new_empty(0)
 
 
@@ -196,17 +129,26 @@ def arrival(
     return Flight(lambda: ep.wait(work, operation), finish)
 
 
-def launch(movement: Movement, adjoint: Movement, rows: Rows) -> Flight:
-    """Launches `movement` of `rows`; `adjoint` is its backward, where a gradient can flow."""
-    leaves = (rows.values,) if rows.weights is None else (rows.values, rows.weights)
+def launch(movement: Movement, adjoint: Movement, rows: Rows, name: str, sms: int = 0) -> Flight:
+    """Launches `movement` of `rows`; `adjoint` is its backward, where a gradient can flow.
+
+    Args:
+        name: of the movement, in traces.
+        sms: kept free while the gradient is on its way; 0 where it moves alone.
+    """
+    given = rows.values if rows.source is None else rows.source
+    leaves = (given,) if rows.weights is None else (given, rows.weights)
     if not torch.is_grad_enabled() or not any(leaf.requires_grad for leaf in leaves):
         return movement(rows)
-    link = _Link(movement, adjoint, rows.ids, rows.words)
-    token = _Launch.apply(link, rows.values, rows.weights)
+    sent = None if rows.source is None else rows.values
+    link = _Link(movement, adjoint, rows.ids, rows.words, name, sent, sms, recording())
+    token = _Launch.apply(link, given, rows.weights)
 
     def finish() -> Rows:
         values, weights = _Wait.apply(link, token)
-        return Rows(values, weights, link.received_ids)
+        if link.received is None:
+            return Rows(values, weights, link.received_ids)
+        return Rows(link.received, weights, link.received_ids, source=values)
 
     assert link.forward is not None
     return Flight(link.forward.arrive, finish)
@@ -216,6 +158,8 @@ class ExchangeDispatcher(Dispatcher):
     """A dispatcher made of the two movements, over one `EPGroup`."""
 
     ep: EPGroup
+    copies: ClassVar[bool] = False  # its movements are all-to-alls of which all ranks know the most rows
+    goes_beside_itself: ClassVar[bool] = False  # its movements know a stream and a number of SMs of their own
 
     def __init__(self, ep: EPGroup | None, *args: Any, layer: str = "moe", **kwargs: Any) -> None:
         if ep is None:
@@ -248,10 +192,14 @@ class ExchangeDispatcher(Dispatcher):
     def unpack_layout(tensors: Sequence[Tensor], numbers: Sequence[int]) -> Layout:
         """The inverse of `pack_layout`."""
 
+    def sms_beside(self, copies: bool) -> int:
+        """Copy engines take none, only the kernels that pack rows, add them up and meet: 4."""
+        return 4 if copies and self.copies and self.ep.has_copies() else super().sms_beside(copies)
+
     def memory_plan(
         self, num_tokens: int, width: int, dtype: torch.dtype, message_bytes: int, traffic: Traffic
     ) -> list[Buffer]:
-        sent, received, _ = traffic
+        sent, received = traffic.sent, traffic.received
         byte = torch.uint8
         return [
             buffer("places", (num_tokens, self.ep.num_ranks), torch.int32),
@@ -275,44 +223,71 @@ class ExchangeDispatcher(Dispatcher):
         layout: Layout | None = None,
         adapter_ids: Tensor | None = None,
         scheme: str | None = None,
+        grad_scheme: str | None = None,
     ) -> Pending[ExpertInput]:
-        x = quantized(x, scheme)
         self.check(x, topk_ids, topk_weights, adapter_ids)
+        compiling, source = torch.compiler.is_compiling(), None
+        if isinstance(x, Tensor) and torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
+            if compiling:  # an op has one gradient for each of its arguments: wide rows, rounded all the same
+                x, scheme = rounded(x, scheme, None), None
+            source = x if scheme is not None else None
+        x = quantized(x, scheme)
         values, ids, extras = Extras.join(topk_ids, adapter_ids, x)
-        compiling = torch.compiler.is_compiling()
         # before the host may have to wait for counts, which these do not depend on
         words = None if compiling else side_by_side(topk_weights, ids)
-        made = layout if layout is not None else self.make_layout(topk_ids)
+        made, handle = layout, layout
 
-        handle = made
+        def send(rows: Rows) -> Flight:
+            nonlocal made
+            if made is None:
+                keep_for_current_stream([topk_ids])
+                made = self.make_layout(topk_ids)
+            return self.send(rows, made, self.ep, f"layer {self.layer!r}, dispatch")
 
-        def received(rows: Tensor, weights: Tensor, ids: Tensor) -> ExpertInput:
+        def received(rows: Tensor, weights: Tensor, ids: Tensor, source: Tensor | None = None) -> ExpertInput:
             nonlocal handle
             received_ids, others = extras.split(ids)
+            if source is not None:  # backward may multiply a row that is nobody's by zero: it must not be NaN
+                scales = others["x_scale"].view(torch.int32)
+                others |= {"source": source, "x_scale": torch.where(scales == -1, 0, scales).view(torch.float32)}
+            assert made is not None
             handle = self.arrived(made, received_ids)
             return self.expert_input(rows, received_ids, weights, handle, **others)
 
         if compiling:
+            made = layout if layout is not None else self.make_layout(topk_ids)
             tensors, numbers = self.pack_layout(made)
-            return Pending.done(
-                received(*_ops(self).send(values, topk_weights, ids, tensors, numbers, self.ep.name, self.ep.timeout))
-            )
+            sent = _ops(self).send(values, topk_weights, ids, tensors, numbers, self.ep.name, self.ep.timeout)
+            came = sent[0] if isinstance(x, QuantizedRows) else rounded(sent[0], None, grad_scheme)
+            return Pending.done(received(came, *sent[1:]))
 
-        flight = launch(
-            lambda rows: self.send(rows, made, self.ep, f"layer {self.layer!r}, dispatch"),
-            lambda rows: self.give_back(rows, handle, self.ep, f"layer {self.layer!r}, backward of dispatch"),
-            Rows(values, topk_weights, ids, words),
+        flight = self._launch(
+            send,
+            lambda rows: self.give_back(
+                rows.narrowed(grad_scheme), handle, self.ep, f"layer {self.layer!r}, backward of dispatch"
+            ),
+            Rows(values, topk_weights, ids, words, source),
+            "dispatch",
         )
+        beside = self.ep.beside.manner is not None
 
         def finish() -> ExpertInput:
             rows = flight()
             assert rows.ids is not None and rows.weights is not None
-            return received(rows.values, rows.weights, rows.ids)
+            if beside:
+                keep_for_current_stream(vars(made).values())
+            return received(rows.values, rows.weights, rows.ids, rows.source)
 
         return Pending(finish, flight.arrive)
 
     def combine_async(
-        self, rows: Tensor | ExpertOutput, handle: Layout, *, out: Tensor | None = None
+        self,
+        rows: Tensor | ExpertOutput,
+        handle: Layout,
+        *,
+        out: Tensor | None = None,
+        scheme: str | None = None,
+        grad_scheme: str | None = None,
     ) -> Pending[Tensor]:
         compiling = torch.compiler.is_compiling()
         rows = self.reduced(rows)
@@ -323,15 +298,32 @@ class ExchangeDispatcher(Dispatcher):
             )
         if compiling:
             tensors, numbers = self.pack_layout(handle)
-            given = _ops(self).give_back(rows, tensors, numbers, self.ep.name, self.ep.timeout)
+            sums = _ops(self).give_back(rounded(rows, scheme, None), tensors, numbers, self.ep.name, self.ep.timeout)
+            given = rounded(sums, None, grad_scheme)
             return Pending.done(given if out is None else out.copy_(given))
 
-        flight = launch(
-            lambda rows: self.give_back(rows, handle, self.ep, f"layer {self.layer!r}, combine", out),
-            lambda rows: self.send(rows, handle, self.ep, f"layer {self.layer!r}, backward of combine"),
+        def send_gradient(rows: Rows) -> Flight:
+            flight = self.send(
+                rows.narrowed(grad_scheme), handle, self.ep, f"layer {self.layer!r}, backward of combine"
+            )
+            return flight.then(Rows.widened)
+
+        flight = self._launch(
+            lambda rows: self.give_back(rows.narrowed(scheme), handle, self.ep, f"layer {self.layer!r}, combine", out),
+            send_gradient,
             Rows(rows, None, None),
+            "combine",
         )
         return Pending(lambda: flight().values, flight.arrive)
+
+    def _launch(self, movement: Movement, adjoint: Movement, rows: Rows, name: str) -> Flight:
+        """`launch` in the manner of the moment, and backward likewise."""
+        manner = self.ep.beside.manner
+        sms = 0 if manner is None else manner.sms
+        if self.goes_beside_itself:
+            manner = None
+        back = None if manner is None else manner._replace(late=False)
+        return launch(in_manner(self.ep, manner, movement), in_manner(self.ep, back, adjoint), rows, name, sms)
 
 
 class CompiledOps(NamedTuple):

@@ -1,0 +1,277 @@
+"""Layers whose routed experts are held quantized: `quantize_`, and what `MoELayer` needs to hold, load and move such
+parameters.
+
+    gate_up_proj [L, 2I, H] bf16 ──► gate_up_proj [L, 2I, H] fp8, gate_up_proj_scale_inv [L, ⌈2I/128⌉, ⌈H/128⌉] float32
+
+L local experts, H width of the routed experts, I intermediate size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from epmoe.comm import EPGroup
+from epmoe.config import MoEConfig
+from epmoe.quant.config import QuantConfig
+from epmoe.quant.formats import FIELDS, weight_format
+from epmoe.quant.rows import QuantizedRows, quantize_rows_by
+
+PROJECTIONS = ("gate_up_proj", "down_proj")
+INPUT_SCALE = "gate_up_proj_input_scale"
+SCALE_PARAMETERS = tuple(name + suffix for name in PROJECTIONS for suffix in FIELDS)
+
+
+class WithQuantizedExperts(nn.Module):
+    """The part of `MoELayer` that knows quantized experts: parameters without a gradient, which keep their dtypes when
+    the layer is converted."""
+
+    config: MoEConfig
+    ep: EPGroup | None
+    name: str
+    local_experts: tuple[int, ...]
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+    _kernels: dict[Any, Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._wide_dtype = torch.get_default_dtype()
+        for name in (*SCALE_PARAMETERS, INPUT_SCALE):
+            self.register_parameter(name, None)
+
+    @property
+    def weight_scheme(self) -> str | None:
+        """That of the experts' weights; None where they are not quantized."""
+        return None if self.config.quant is None else self.config.quant.weights
+
+    @property
+    def _zero_points(self) -> bool:
+        return self.config.quant is not None and self.config.quant.zero_points
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows that the experts take: their own, or what they had before they were quantized."""
+        return self.gate_up_proj.dtype if self.weight_scheme is None else self._wide_dtype
+
+    def quantized_parameters(self) -> dict[str, nn.Parameter]:
+        """The values and scales of quantized weights by name; empty where they are not quantized."""
+        names = () if self.weight_scheme is None else (*PROJECTIONS, *SCALE_PARAMETERS, INPUT_SCALE)
+        named = {name: getattr(self, name) for name in names}
+        return {name: parameter for name, parameter in named.items() if parameter is not None}
+
+    def weight_shape(self, name: str) -> tuple[int, int, int]:
+        """`[L, N, K]` of a projection, unpacked."""
+        c = self.config
+        h, i, local = c.expert_hidden_size, c.intermediate_size, len(self.local_experts)
+        return (local, 2 * i if c.activation_function.gated else i, h) if name == "gate_up_proj" else (local, h, i)
+
+    def _make_projections(self, device: torch.device | str | None, dtype: torch.dtype) -> None:
+        """The parameters of w1 and w2, unwritten: wide, or in the parts of the configuration's scheme."""
+        self._wide_dtype = dtype
+        for name in PROJECTIONS:
+            shape = self.weight_shape(name)
+            if self.weight_scheme is None:
+                setattr(self, name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+                continue
+            for suffix, (part, kind) in weight_format(self.weight_scheme).parts(shape, self._zero_points).items():
+                self._hold(name + suffix, torch.empty(part, device=device, dtype=kind))
+
+        self._make_input_scale(device)
+
+    def _make_input_scale(self, device: torch.device | str | None) -> None:
+        """The fixed scale of rows, NaN until it is set or loaded, so that nobody computes with a wrong one; or none."""
+        static = self.config.quant is not None and self.config.quant.scales == "static"
+        if static != (getattr(self, INPUT_SCALE) is not None):
+            self._parameters[INPUT_SCALE] = None
+            if static:
+                self._hold(INPUT_SCALE, torch.full((1,), torch.nan, dtype=torch.float32, device=device))
+
+    @torch.no_grad()
+    def set_input_scale(self, scale: float | Tensor) -> None:
+        """Fixes the scale of rows of `QuantConfig(scales="static")`: a number, or those of all experts of a checkpoint
+        (`input_scale` of their gate and up projections), whose largest counts. The same on all ranks.
+
+        Raises:
+            ValueError: a layer whose scales are dynamic, or a scale that is not finite and > 0.
+        """
+        mine = getattr(self, INPUT_SCALE)
+        if mine is None:
+            raise ValueError(f"layer {self.name!r}: set_input_scale needs QuantConfig(scales='static')")
+        largest = torch.as_tensor(scale, dtype=torch.float32).max()
+        if not (torch.isfinite(largest) and largest > 0):
+            raise ValueError(f"layer {self.name!r}: scale={largest.item()}: must be finite and > 0")
+        mine.copy_(largest)
+
+    def _as_sent(self, x: Tensor) -> Tensor | QuantizedRows:
+        """Rows as the kernel gets them: quantized here where their scale is fixed."""
+        scale, scheme = getattr(self, INPUT_SCALE), self.config.row_scheme
+        if scale is None or scheme is None:
+            return x
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ValueError(
+                f"layer {self.name!r}: scales='static' with an x that needs a gradient: none flows through rows of a "
+                "fixed scale; use torch.no_grad(), or dynamic scales"
+            )
+        return quantize_rows_by(x, scale, scheme)
+
+    def _hold(self, name: str, tensor: Tensor) -> None:
+        setattr(self, name, nn.Parameter(tensor, requires_grad=False))
+
+    def _parts(self, name: str, wide: Tensor) -> dict[str, Tensor]:
+        """The parameters that `wide` `[n, N, K]` of one projection becomes, by name."""
+        if self.weight_scheme is None:
+            return {name: wide}
+        parts = weight_format(self.weight_scheme).quantize(wide, self._zero_points)
+        return {name + suffix: part for suffix, part in parts.items()}
+
+    def _write_expert(self, name: str, local: int, wide: Tensor) -> None:
+        """Expert `local` of a projection from wide `[N, K]`."""
+        for part, tensor in self._parts(name, wide[None]).items():
+            copy_bits(getattr(self, part)[local], tensor[0])
+
+    def _draw_expert(self, name: str, local: int, generator: torch.Generator) -> None:
+        """Normal with std 1/√K, drawn wide."""
+        _, n, k = self.weight_shape(name)
+        parameter = getattr(self, name)
+        if self.weight_scheme is None:
+            parameter[local].normal_(std=k**-0.5, generator=generator)
+            return
+        wide = torch.empty(n, k, dtype=self._wide_dtype, device=parameter.device)
+        self._write_expert(name, local, wide.normal_(std=k**-0.5, generator=generator))
+
+    def _expert_scales(self) -> dict[str, Any]:
+        """The fields of `ExpertWeights` beside values."""
+        fields = {
+            f"{name.removesuffix('_proj')}_{field}": getattr(self, name + suffix)
+            for name in PROJECTIONS
+            for suffix, field in FIELDS.items()
+        }
+        return {field: tensor for field, tensor in fields.items() if tensor is not None}
+
+    @torch.no_grad()
+    def _quantize(self, quant: QuantConfig) -> None:
+        if quant.weights is not None and self.weight_scheme is not None and quant.weights != self.weight_scheme:
+            raise ValueError(
+                f"layer {self.name!r}: the experts are {self.weight_scheme} already: quantize_ takes wide ones, or a "
+                f"configuration with weights={self.weight_scheme!r}"
+            )
+        if quant.weights is None and self.weight_scheme is not None:
+            raise ValueError(
+                f"layer {self.name!r}: QuantConfig.weights=None, and the experts are {self.weight_scheme}: what was "
+                "rounded does not come back; name that scheme, or load wide weights into a new layer"
+            )
+        if self.ep is not None:
+            self.ep.check_same(f"quantize_ of MoELayer {self.name!r}", dataclasses.asdict(quant))
+        wide = {} if self.weight_scheme is not None else {name: getattr(self, name).detach() for name in PROJECTIONS}
+        dtype, config = self.dtype, dataclasses.replace(self.config, quant=quant, dispatch_scheme=None)
+        self._check_experts(config, dtype)
+        self.config, self._wide_dtype = config, dtype
+        self._kernels.clear()
+        if not wide:
+            self._make_input_scale(self.gate_up_proj.device)
+        if quant.weights is None or not wide:
+            return
+        if wide["gate_up_proj"].device.type == "meta":
+            self._make_projections("meta", dtype)
+            return
+        for name in PROJECTIONS:
+            parts = self._parts(name, wide.pop(name))
+            self._parameters[name] = None  # the wide weights of one projection go before the next is made
+            for part, tensor in parts.items():
+                self._hold(part, tensor)
+        self._make_input_scale(self.gate_up_proj.device)
+
+    def _check_experts(self, config: MoEConfig, dtype: torch.dtype) -> None:
+        """Raises `ValueError` where no experts can compute a layer of `config` here."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        held = self.quantized_parameters()
+        if not held:
+            super()._apply(fn, recurse)
+            return self
+        for name in held:
+            self._parameters[name] = None
+        super()._apply(fn, recurse)
+        for name, parameter in held.items():
+            moved = fn(parameter.data)
+            if moved.dtype != parameter.dtype:  # another dtype was meant for wide numbers: only a device is taken over
+                moved = parameter.data.to(moved.device)
+            self._parameters[name] = nn.Parameter(moved, requires_grad=False)
+        probe = fn(torch.empty(0, dtype=self._wide_dtype, device=next(iter(held.values())).device))
+        self._wide_dtype = probe.dtype
+        return self
+
+    def _is_wide(self, name: str, tensor: Tensor, beside: Mapping[str, Tensor]) -> bool:
+        """Whether `tensor` is to be quantized before it becomes `name`.
+
+        Raises:
+            ValueError: its values come from elsewhere, and can't be taken as they are.
+        """
+        mine: Tensor = getattr(self, name)
+        if name not in PROJECTIONS or tensor.dtype == mine.dtype:
+            return False
+        if self.weight_scheme is None and tensor.dtype.itemsize > 1:
+            return False
+        brings = [name + suffix for suffix in FIELDS if name + suffix in beside]
+        if tensor.dtype.itemsize == 1 or brings:
+            raise ValueError(mismatch(name, tensor.dtype, mine.dtype))
+        return True
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        for name in PROJECTIONS:
+            given, mine = state_dict.get(prefix + name), getattr(self, name)
+            if isinstance(given, Tensor) and mine is not None and given.dtype != mine.dtype:
+                if given.dtype.itemsize == 1 or mine.dtype.itemsize == 1:
+                    error_msgs.append(mismatch(prefix + name, given.dtype, mine.dtype))
+                    return
+        super()._load_from_state_dict(  # type: ignore[misc]
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+
+def mismatch(name: str, given: torch.dtype, mine: torch.dtype) -> str:
+    """Why values of one dtype can't be copied into a parameter of another without their scales."""
+    quantized = mine.itemsize == 1
+    way = "quantize_ the layer after loading, or use load_experts" if quantized else "quantize_ the layer first"
+    return f"{name} is {given} and the layer holds {mine}: values mean nothing without their scales; {way}"
+
+
+def copy_bits(to: Tensor, values: Tensor) -> None:
+    """Copies numbers, or bytes where both are of one byte."""
+    if to.dtype.itemsize == 1 and to.dtype == values.dtype:
+        to.view(torch.uint8).copy_(values.view(torch.uint8))
+    else:
+        to.copy_(values)
+
+
+def quantize_(module: nn.Module, config: QuantConfig) -> nn.Module:
+    """Quantizes the routed experts of every `MoELayer` in `module`, in place; routers, shared experts, biases and
+    latent projections stay as they are.
+
+    The wide weights are freed one projection at a time. Parameters keep their names, with `_scale_inv` beside them, and
+    need no gradient: make the optimizer after this. `state_dict` and `integrations.checkpoint` save and load them as
+    they are. Every rank of a layer's group calls it, with the same configuration. A layer that has been quantized takes
+    another configuration with the same weights.
+
+    Returns:
+        `module`.
+
+    Raises:
+        ValueError: no `MoELayer` there, weights quantized by another scheme, ranks that disagree, or no experts that
+            can compute it; names the layer. Layers before it have been quantized then.
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, WithQuantizedExperts)]
+    if not layers:
+        raise ValueError(f"quantize_ of a {type(module).__name__} without a MoELayer: nothing to quantize")
+    for layer in layers:
+        layer._quantize(config)
+    return module
