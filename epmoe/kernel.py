@@ -10,6 +10,7 @@ together, [L,C,H], get them spread on the device. The kernel owns no parameters.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,22 +18,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from epmoe.capabilities import refusal
+from epmoe.capabilities import refusal, scheme_refusal
 from epmoe.comm.memory import MemoryPlan
+from epmoe.comm.recording import computing, recording
 from epmoe.comm.workspace import Workspace
 from epmoe.config import RouterConfig
 from epmoe.dispatch.base import Dispatcher, ExpertInput, Layout, Pending, Traffic
 from epmoe.dispatch.batched import batch
 from epmoe.dispatch.overflow import Overflow
 from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
+from epmoe.dispatch.wire import row_bytes
 from epmoe.experts.base import Experts, ExpertWeights
+from epmoe.experts.gradient_sums import sum_gradients
 from epmoe.experts.lora import validate_adapters
 from epmoe.memory import plan_forward
+from epmoe.overlap.launch import OnItsWay
 from epmoe.overlap.microbatch import current_microbatch
 from epmoe.quant.rows import QuantizedRows, scales_per_row
 from epmoe.router import route, saturated_ids, validate_routing
 
 SHARED_EXPERTS_ORDERS = ("auto", "before", "during", "after")
+MIN_TOKENS_BESIDE = 1024  # for fewer, shared experts end before another stream has begun
 
 
 class KernelOutput(NamedTuple):
@@ -51,17 +57,22 @@ class MoEKernel:
         dispatcher: how rows move; see `epmoe.dispatch`.
         experts: how they are computed; see `epmoe.experts`. Monolithic ones take router logits and go with `local`.
         layout: of the experts' rows, `standard` or `batched`; None: `standard` where the experts take it.
-        dispatch_scheme: quantize rows before they are sent (`fp8_block`, `fp8_row`, `int8_row`): fewer bytes on the
-            wire, no gradient. Experts that compute with that scheme get the values and scales as they arrive, others
-            get them dequantized. None defers: rows travel as they are and the experts quantize, if they do.
+        dispatch_scheme: quantize rows before they are sent (`fp8_block`, `fp8_row`, `int8_row`, ...): fewer bytes on
+            the wire. Experts that compute with that scheme get the values and scales as they arrive, others get them
+            dequantized. Gradients take the rounding for the identity. None defers: rows travel as they are and the
+            experts quantize, if they do.
+        combine_scheme: quantize the experts' rows on their way back; see `Dispatcher.combine_async`.
+        grad_scheme: quantize the gradients of rows on their way, in both directions.
         expert_capacity: C of the batched layout, places per expert on this rank; None: room for every row.
         overflow: what happens past the capacity: `raise`, `chunk` or `drop`; see `Overflow`.
         chunk_tokens: compute at most this many received rows at a time, for less memory; None: all at once. Outputs
             of our kernels are the same to the bit (but for decoding batches of up to 64 pairs, whose sums may be split
-            where all are at once); in training, autograd adds the parts' weight gradients in the weights' dtype, so
-            many small parts in bf16 cost precision there.
-        shared_experts_order: compute them `before` dispatch, `during` combine, `after` it, or `auto`: during, if the
-            dispatcher moves rows asynchronously.
+            where all are at once). In training the parts' weight gradients are added in float32 and rounded once (in
+            a compiled graph, and those of adapters, in the weights' dtype).
+        shared_experts_order: compute them `before` dispatch, `during` combine, `after` it, or `auto`: during, where
+            that has been measured to pay (`Dispatcher.pays_beside_shared`).
+        comm_sms: SMs for rows that move beside a computation, whose kernels leave them free. None: as many as the
+            dispatcher needs, measured. The same on all ranks.
         workspace: scratch for forwards without gradients. None: the group's, which all its layers share; without a
             group, the allocator's.
         validate: check ids and weights of every call against [-1, E) and for NaN, waiting for the device. None: when
@@ -83,10 +94,13 @@ class MoEKernel:
         *,
         layout: str | None = None,
         dispatch_scheme: str | None = None,
+        combine_scheme: str | None = None,
+        grad_scheme: str | None = None,
         expert_capacity: int | None = None,
         overflow: str = "raise",
         chunk_tokens: int | None = None,
         shared_experts_order: str = "auto",
+        comm_sms: int | None = None,
         workspace: Workspace | None = None,
         validate: bool | None = None,
     ) -> None:
@@ -98,10 +112,14 @@ class MoEKernel:
                 f"expert_capacity={expert_capacity} with {layout} rows, which have no places: use experts='batched', "
                 "or leave it unset"
             )
-        if dispatch_scheme is not None:
-            scales_per_row(experts.spec.hidden_size, dispatch_scheme)  # knows the schemes that there are
+        schemes = {"dispatch_scheme": dispatch_scheme, "combine_scheme": combine_scheme, "grad_scheme": grad_scheme}
+        for scheme in schemes.values():
+            if scheme is not None:
+                scales_per_row(experts.spec.hidden_size, scheme)  # knows the schemes that there are
+        if (reason := scheme_refusal(dispatcher, combine_scheme, grad_scheme)) is not None:
+            raise ValueError(reason)
         if experts.monolithic:
-            idle = {"dispatch_scheme": dispatch_scheme, "chunk_tokens": chunk_tokens, "workspace": workspace}
+            idle = {**schemes, "chunk_tokens": chunk_tokens, "workspace": workspace}
             for name, value in idle.items():
                 if value is not None:
                     raise ValueError(f"{name}={value!r}: experts {experts.name!r} get no rows sent; leave it unset")
@@ -111,16 +129,19 @@ class MoEKernel:
             raise ValueError(
                 f"shared_experts_order={shared_experts_order!r}: must be {', '.join(SHARED_EXPERTS_ORDERS)}"
             )
+        if comm_sms is not None and comm_sms < 1:
+            raise ValueError(f"comm_sms={comm_sms}: must be at least 1, or None for what the dispatcher needs")
         if shared_experts_order == "auto":
-            shared_experts_order = "during" if dispatcher.capabilities.asynchronous else "after"
+            shared_experts_order = "during" if dispatcher.pays_beside_shared else "after"
         self.dispatcher = dispatcher
         self.experts = experts
         self.layout = layout
-        self.dispatch_scheme = dispatch_scheme
+        self.dispatch_scheme, self.combine_scheme, self.grad_scheme = dispatch_scheme, combine_scheme, grad_scheme
         self.overflow = Overflow(overflow, expert_capacity, dispatcher.where)
         limits = [n for n in (chunk_tokens, expert_capacity if overflow == "chunk" else None) if n is not None]
         self.chunk_tokens = min(limits, default=None)
         self.shared_experts_order = shared_experts_order
+        self.comm_sms = comm_sms
         self.workspace = dispatcher.ep.workspace() if workspace is None and dispatcher.ep is not None else workspace
         self._shares_workspace = workspace is None
         self.validate = os.environ.get("EPMOE_VALIDATE", "0") not in ("", "0") if validate is None else validate
@@ -178,33 +199,62 @@ class MoEKernel:
             if adapter_ids is not None:
                 validate_adapters(adapter_ids, weights.lora)
         self.overflow.poll()
+        if not torch.compiler.is_compiling() and (recorder := recording()) is not None:
+            recorder.called()
         out = self._destination(x, out, inplace, weights, topk_weights)
         order = self.shared_experts_order if shared_experts is not None else None
         if order is not None and out is not None and isinstance(x, Tensor) and share_memory(out, x):
             order = "before"
         shared = shared_experts() if shared_experts is not None and order == "before" else None
 
-        arriving = self.dispatcher.dispatch_async(
-            x,
-            self._ids_as_wanted(topk_ids),
-            topk_weights,
-            layout=layout,
-            adapter_ids=adapter_ids,
-            scheme=self.dispatch_scheme,
-        )
-        rows = _arrived(arriving)
+        def dispatch() -> Pending[ExpertInput]:
+            return self.dispatcher.dispatch_async(
+                x,
+                self._ids_as_wanted(topk_ids),
+                topk_weights,
+                layout=layout,
+                adapter_ids=adapter_ids,
+                scheme=self.dispatch_scheme,
+                **given(grad_scheme=self.grad_scheme),
+            )
+
+        arriving = self._launch(dispatch, "dispatch", topk_ids)
+        rows = arriving.arrived()
         handle = rows.handle
-        output = self._compute(rows, weights)
+        with computing("experts"):
+            output = self._compute(rows, weights)
         del rows, arriving  # the received rows' memory is free for what comes back
-        combining = self.dispatcher.combine_async(output, handle, out=out)
+        back = given(scheme=self.combine_scheme, grad_scheme=self.grad_scheme)
+        combining = self._launch(
+            functools.partial(self.dispatcher.combine_async, output, handle, out=out, **back),
+            "combine",
+            topk_ids,
+            order == "during",
+        )
         del output
         if shared_experts is not None and order == "during":
-            shared = shared_experts()
-        routed = _arrived(combining)
+            with computing("shared experts"):
+                shared = shared_experts()
+        routed = combining.arrived()
 
         if shared_experts is not None and order == "after":
-            shared = shared_experts()
+            with computing("shared experts"):
+                shared = shared_experts()
         return KernelOutput(routed, shared, handle)
+
+    def _launch(
+        self, launch: Callable[[], Pending[Any]], name: str, topk_ids: Tensor, with_shared: bool = False
+    ) -> OnItsWay[Any]:
+        """Rows beside what is computed meanwhile, if anything is: by other microbatches or the shared experts."""
+        together = current_microbatch() is not None
+        tokens = self.dispatcher.max_tokens_per_rank or topk_ids.shape[0]
+        overlaps = not torch.compiler.is_compiling() and (together or (with_shared and tokens >= MIN_TOKENS_BESIDE))
+        late = together and self.dispatcher.capabilities.host_sync
+        sms = 0 if not overlaps else self.dispatcher.sms_beside(together) if self.comm_sms is None else self.comm_sms
+        # whether parts of a batch take turns all ranks decide alike, not how many tokens each of them has
+        return OnItsWay(
+            launch, name, ep=self.dispatcher.ep, sms=sms, late=late, copies=together, device=topk_ids.device
+        )
 
     def from_logits(
         self,
@@ -251,8 +301,13 @@ class MoEKernel:
             traffic: the rows that move, where they are known; None: the most that any routing can move.
 
         Raises:
-            ValueError: experts that plan no workspace.
+            ValueError: experts that plan no workspace, or a `combine_scheme`, whose buffers are not planned.
         """
+        if self.combine_scheme is not None:
+            raise ValueError(
+                f"memory_plan with combine_scheme={self.combine_scheme!r}: the buffers of quantized rows on their way "
+                "back are not planned; plan without it, for an upper bound of what travels"
+            )
         return plan_forward(
             self.dispatcher,
             self.experts,
@@ -265,6 +320,26 @@ class MoEKernel:
             capacity=self.overflow.capacity,
             traffic=traffic,
         )
+
+    def wire_bytes(self, layout: Layout, top_k: int, *, adapters: bool = False) -> dict[str, tuple[int, int]]:
+        """Bytes that this rank sends to and receives from other ranks in a call with `layout` (`KernelOutput.layout`):
+        in `dispatch`, `combine`, `combine_backward` and `dispatch_backward`. Counts travel besides, where ranks
+        exchange them.
+
+        Args:
+            top_k: K.
+            adapters: rows carry adapter ids.
+        """
+        row = row_bytes(
+            self.experts.spec.hidden_size,
+            self.experts.spec.dtype,
+            top_k,
+            scheme=self.dispatch_scheme,
+            combine_scheme=self.combine_scheme,
+            grad_scheme=self.grad_scheme,
+            adapters=adapters,
+        )
+        return self.dispatcher.bytes_by_movement(layout, row)
 
     def _ids_as_wanted(self, topk_ids: Tensor) -> Tensor:
         return saturated_ids(topk_ids) if self.dispatcher.capabilities.topk_ids_dtype == torch.int32 else topk_ids
@@ -305,16 +380,21 @@ class MoEKernel:
         return ep.workspace(microbatch.index) if ep is not None and self._shares_workspace else None
 
     def _compute(self, rows: ExpertInput, weights: ExpertWeights) -> ExpertOutput:
-        """This rank's experts on the rows received, at most `chunk_tokens` at a time."""
+        """This rank's experts on the rows received, at most `chunk_tokens` at a time; reduced where experts compute and
+        not where rows move, but for a dispatcher that does both in one."""
         size = self.chunk_tokens
         if size is None or rows.x.shape[0] <= size:
-            return self._compute_part(rows, weights)
+            output = self._compute_part(rows, weights)
+            whole = self.dispatcher.ep is None or self.dispatcher.capabilities.reduces
+            return output if whole else ExpertOutput(self.dispatcher.reduced(output))
+        if weights.sums is None:
+            weights = sum_gradients(weights)
         parts = [weight_and_reduce(self._compute_part(part, weights)) for part in split(rows, size)]
         return ExpertOutput(torch.cat(parts))
 
     def _compute_part(self, rows: ExpertInput, weights: ExpertWeights) -> ExpertOutput:
         spec, experts = self.experts.spec, self.experts
-        if not experts.takes_rows(rows.scheme, self.layout):
+        if not experts.takes_rows(rows.scheme, self.layout, rows.source is not None):
             rows = rows.dequantized(spec.dtype)
         delegate = self.dispatcher.capabilities.reduces and self.chunk_tokens is None
         if self.layout == "standard":
@@ -324,19 +404,14 @@ class MoEKernel:
         return experts.output(made.rows, weights, delegate=delegate, workspace=self._scratch())
 
 
+def given(**schemes: str | None) -> dict[str, Any]:
+    """Those that are set: dispatchers that send rows back wide know no others."""
+    return {name: scheme for name, scheme in schemes.items() if scheme is not None}
+
+
 def share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are views of one storage."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def _arrived(pending: Pending[Any]) -> Any:
-    """What was launched, once it is here: other microbatches run first, or else the hook."""
-    microbatch = current_microbatch()
-    if microbatch is not None:
-        microbatch.let_others_run()
-    elif pending.hook is not None:
-        pending.hook()
-    return pending.wait()
 
 
 def split(rows: ExpertInput, size: int) -> list[ExpertInput]:
@@ -344,7 +419,7 @@ def split(rows: ExpertInput, size: int) -> list[ExpertInput]:
     expected_m = rows.expected_m
     if expected_m is None:  # all parts are computed as the whole would be, to the bit
         expected_m = -(-rows.max_assignments // rows.num_local)
-    fields = ("x", "topk_ids", "topk_weights", "x_scale", "adapter_ids")
+    fields = ("x", "topk_ids", "topk_weights", "x_scale", "adapter_ids", "source")
     parts = []
     for first in range(0, rows.x.shape[0], size):
         cut = {name: getattr(rows, name)[first : first + size] for name in fields if getattr(rows, name) is not None}

@@ -7,8 +7,8 @@ import torch
 from epmoe.comm.memory import STEPS, Buffer, MemoryPlan, Step, buffer
 from epmoe.comm.workspace import Workspace
 from epmoe.dispatch.base import Dispatcher, Traffic
+from epmoe.dispatch.wire import row_bytes
 from epmoe.experts.base import Experts
-from epmoe.ops.pack_rows import row_layout
 from epmoe.quant.rows import row_dtype, scales_per_row
 
 
@@ -31,16 +31,14 @@ def plan_forward(
         raise ValueError(f"num_tokens={num_tokens}, top_k={top_k}: must be at least 0, and in [1, {num_experts}]")
     width, dtype = spec.hidden_size, spec.dtype
     moved = traffic if traffic is not None else dispatcher.traffic(num_tokens, top_k)
-    values, words = dtype, 2 * top_k
     buffers: list[Buffer] = []
     if dispatch_scheme is not None:
-        values, scales = row_dtype(dispatch_scheme), scales_per_row(width, dispatch_scheme)
-        words += scales
+        scales = scales_per_row(width, dispatch_scheme)
         buffers += [
-            buffer("quantized rows", (num_tokens, width), values, "dispatch"),
+            buffer("quantized rows", (num_tokens, width), row_dtype(dispatch_scheme), "dispatch"),
             buffer("their scales", (num_tokens, scales), torch.float32, "dispatch"),
         ]
-    message_bytes = row_layout(width, values, words).row_bytes
+    message_bytes = row_bytes(width, dtype, top_k, scheme=dispatch_scheme).dispatch
     buffers += dispatcher.memory_plan(num_tokens, width, dtype, message_bytes, moved)
 
     rows = moved.received if chunk_tokens is None else min(chunk_tokens, moved.received)
@@ -51,11 +49,11 @@ def plan_forward(
         places = dispatcher.num_local * (capacity or rows)
         buffers.append(buffer("places of the batched layout", (places, width), dtype, "experts"))
         pairs = places
-    shapes = experts.workspace_shapes(rows, pairs)
+    shapes = experts.workspace_shapes(pairs if layout == "batched" else rows, pairs)
     if shapes is None:
         raise ValueError(
             f"experts={experts.name!r} allocate as they go, in sizes that depend on the routing: memory_plan needs "
-            "experts='grouped' or 'batched'"
+            "experts='grouped' or 'batched', or 'grouped_fp8' for weights in fp8"
         )
     chunked = rows < moved.received
     # combine reads workspace13, unless parts have been reduced before it

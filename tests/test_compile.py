@@ -51,7 +51,7 @@ def test_one_rank_compiles_to_one_graph_with_inductor(seed: int) -> None:
     compare(0, 1, seed, "local", "inductor", "cpu", True)
 
 
-@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather", "hierarchical"])
 def test_two_ranks_compile_to_one_graph(dispatcher: str, seed: int) -> None:
     run_ranks(compare, 2, args=(seed, dispatcher, "aot_eager", "cpu", True), timeout=120)
 

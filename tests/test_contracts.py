@@ -98,11 +98,7 @@ def test_ids_are_given_to_the_dispatcher_in_the_dtype_it_wants(seed: int) -> Non
         kernel(x, ids.float(), p, weights)
 
 
-def test_quantized_dispatch_with_a_gradient_is_refused(seed: int) -> None:
-    kernel, weights = local_kernel("grouped", "standard", dispatch_scheme="fp8_row")
-    x, ids, p = batch_of(0, 1, "uneven", seed)
-    with pytest.raises(ValueError, match="scheme 'fp8_row' with an x that needs a gradient.*torch.no_grad"):
-        kernel(x.requires_grad_(), ids, p, weights)
+def test_a_scheme_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="fp9"):
         local_kernel("grouped", "standard", dispatch_scheme="fp9")
 
@@ -267,17 +263,16 @@ def gradient_refused(rank: int, ranks: int, seed: int) -> list[str]:
             continue
         kernel, weights = make_kernel(rank, ranks, name, "grouped", "standard", ep, dispatch_scheme=scheme)
         x, ids, p = batch_of(rank, ranks, "uneven", seed)
-        for rows in (x, quantize_rows(x, scheme)):
-            try:
-                kernel(rows, ids, p.clone().requires_grad_(), weights)
-            except ValueError as error:
-                said.append(str(error))
+        try:
+            kernel(quantize_rows(x, scheme), ids, p.clone().requires_grad_(), weights)
+        except ValueError as error:
+            said.append(str(error))
     return said
 
 
-def test_quantized_dispatch_never_loses_a_router_s_gradient_in_silence(seed: int) -> None:
+def test_rows_quantized_by_the_caller_never_lose_a_router_s_gradient_in_silence(seed: int) -> None:
     for said in run_ranks(gradient_refused, 2, args=(seed,), timeout=60):
-        assert len(said) == 2 * len(ROW_SCHEMES) * (len(DISPATCHERS) - 1)
+        assert len(said) == len(ROW_SCHEMES) * (len(DISPATCHERS) - 1)
         assert all("need" in text and "torch.no_grad()" in text for text in said)
 
 

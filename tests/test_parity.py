@@ -78,8 +78,7 @@ def make_case(seed: int, ranks: int, device: str = "cpu") -> Case:
         dispatcher=rng.choice(["all_gather", "all_to_all", "all_to_all_fixed", "all_to_all" if ranks > 1 else "local"]),
         experts=experts,
         max_tokens_per_rank=sizes[-1],
-        # autograd adds the parts' weight gradients in the weights' dtype: only fp32 takes any number of parts
-        chunk_tokens=rng.choice([None, None, 1, 5] if dtype == torch.float32 else [None, None, sum(tokens) // 2]),
+        chunk_tokens=rng.choice([None, None, 1, 5]),
     )  # fmt: skip
     case = Case(config, dtype, tuple(tokens), seed, device)
     if limit == 1.5:

@@ -43,6 +43,7 @@ class Workspace:
         self.device = device
         self.name = name
         self._buffer: Tensor | None = None
+        self._taken: tuple[tuple[Part, ...], list[Tensor]] = ((), [])  # the last parts, which come again and again
         self._captured: list[Tensor] = []  # what CUDA graphs hold addresses of
         self._locked = False
 
@@ -79,16 +80,25 @@ class Workspace:
                 )
             if self._buffer is not None and self.device.type == "cuda":
                 self._buffer.record_stream(torch.cuda.current_stream(self.device))  # it may be in use there still
-            self._buffer = None  # before the new one is there: never both
+            self._buffer, self._taken = None, ((), [])  # before the new one is there: never both
             with torch.inference_mode(False):  # it outlives the call that makes it
                 self._buffer = torch.empty(wanted, dtype=torch.uint8, device=self.device)
         if self._buffer is None:
             return [torch.empty(part.shape, dtype=part.dtype, device=self.device) for part in parts]
         if capturing and not any(held is self._buffer for held in self._captured):
             self._captured.append(self._buffer)
-        tensors, begin = [], 0
-        for part in parts:
-            size = math.prod(part.shape) * part.dtype.itemsize
-            tensors.append(self._buffer[begin : begin + size].view(part.dtype).view(part.shape))
-            begin += part.nbytes
-        return tensors
+        wished = tuple(parts)
+        if self._taken[0] != wished:
+            with torch.inference_mode(False):  # as above
+                self._taken = (wished, carved(self._buffer, wished))
+        return list(self._taken[1])
+
+
+def carved(memory: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+    """Tensors side by side in `memory`, bytes of at least the parts' sum."""
+    tensors, begin = [], 0
+    for part in parts:
+        size = math.prod(part.shape) * part.dtype.itemsize
+        tensors.append(memory[begin : begin + size].view(part.dtype).view(part.shape))
+        begin += part.nbytes
+    return tensors

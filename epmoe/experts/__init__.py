@@ -2,8 +2,10 @@
 
 from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights, ProblemSize, moe_problem_size
 from epmoe.experts.batched import BatchedExperts
+from epmoe.experts.gradient_sums import sum_gradients
 from epmoe.experts.grouped import GroupedExperts
 from epmoe.experts.grouped_fp8 import GroupedFp8Experts
+from epmoe.experts.grouped_int8 import GroupedInt8Experts
 from epmoe.experts.lora import ExpertLora, merge_adapter, stack_adapters
 from epmoe.experts.monolithic import MonolithicExperts
 from epmoe.experts.reference import ReferenceExperts
@@ -17,6 +19,7 @@ from epmoe.experts.select import (
     select_experts_impl,
 )
 from epmoe.experts.torch_grouped import TorchGroupedExperts
+from epmoe.experts.weight_only import WeightOnlyExperts
 
 __all__ = [
     "EXPERTS_BY_LAYOUT",
@@ -30,14 +33,17 @@ __all__ = [
     "ExpertsSpec",
     "GroupedExperts",
     "GroupedFp8Experts",
+    "GroupedInt8Experts",
     "MonolithicExperts",
     "ProblemSize",
     "ReferenceExperts",
     "Selection",
     "TorchGroupedExperts",
+    "WeightOnlyExperts",
     "merge_adapter",
     "moe_problem_size",
     "select_experts",
     "select_experts_impl",
     "stack_adapters",
+    "sum_gradients",
 ]

@@ -15,6 +15,7 @@ from torch import Tensor
 from epmoe.comm.workspace import Part, Workspace
 from epmoe.config import DTYPES, Activation
 from epmoe.experts.base import ExpertsSpec, ExpertWeights, WorkspaceShapes
+from epmoe.experts.gradient_sums import PartSums
 from epmoe.ops.activation import activation_backward
 from epmoe.ops.grouped_gemm import grouped_gemm, grouped_gemm_act, grouped_gemm_act_into, grouped_gemm_into
 from epmoe.ops.grouped_wgrad import grouped_wgrad
@@ -37,15 +38,15 @@ class Rows(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What `mlp_backward` gives; biases' are None unless asked for.
+    """What `mlp_backward` gives; biases' are None unless asked for, and what was added to sums is None.
 
     `rows [N, H]` is the gradient of each row after the weight on the input, `weight [N]` that of its router weight on
     the output; both are unwritten outside the segments.
     """
 
     rows: Tensor
-    w1: Tensor
-    w2: Tensor
+    w1: Tensor | None
+    w2: Tensor | None
     b1: Tensor | None
     b2: Tensor | None
     weight: Tensor
@@ -122,6 +123,7 @@ def mlp_backward(
     activation: Activation,
     with_b1: bool,
     with_b2: bool,
+    sums: PartSums,
 ) -> Gradients:
     """The adjoint of `mlp_forward`, followed by the router weight p on the output where `weight_out` gives it.
 
@@ -134,6 +136,7 @@ def mlp_backward(
         h: from `mlp_forward`.
         slot: `[T, K]`, where each entry of `rows.row_index` stands; None where that is None.
         weight_out: flat, read like `weight_in`. None is p = 1.
+        sums: takes gradients of weights that are summed over parts.
     """
     start, end, index, _, n, expected_m = rows
     assert (slot is None) == (index is None)
@@ -143,18 +146,24 @@ def mlp_backward(
     g = grouped_gemm(dout, w2, None, start, end, None, 1, n, True, expected_m=expected_m)
     dh, weighted_a, dp = activation_backward(h, g, start, end, None if weight_out is None else index, weight_out, *act)
     del g
+    into = sums.buffer("down_proj")
     dw2, db2 = grouped_wgrad(
-        dout, weighted_a, start, end, None, 1, None, 1, None, None, with_b2, w2.dtype, expected_m=expected_m
+        dout, weighted_a, start, end, None, 1, None, 1, None, None, with_b2, sums.dtype(w2.dtype), expected_m, into
     )
-    del dout, weighted_a
+    given_w2 = sums.give("down_proj", dw2, w2.dtype) if into is None else None
+    given_b2 = sums.give("down_bias", db2, w2.dtype) if with_b2 else None
+    del dout, weighted_a, dw2
     if slot is not None:
         x, weight_in = permute_rows(x, slot, None if weight_in is None else weight_in.view(slot.shape), n), None
+    into = sums.buffer("gate_up_proj")
     dw1, db1 = grouped_wgrad(
-        dh, x, start, end, None, 1, None, 1, weight_in, None, with_b1, w1.dtype, expected_m=expected_m
+        dh, x, start, end, None, 1, None, 1, weight_in, None, with_b1, sums.dtype(w1.dtype), expected_m, into
     )
-    del x
+    given_w1 = sums.give("gate_up_proj", dw1, w1.dtype) if into is None else None
+    given_b1 = sums.give("gate_up_bias", db1, w1.dtype) if with_b1 else None
+    del x, dw1
     dx = grouped_gemm(dh, w1, None, start, end, None, 1, n, True, expected_m=expected_m)
-    return Gradients(dx, dw1, dw2, db1 if with_b1 else None, db2 if with_b2 else None, dp)
+    return Gradients(dx, given_w1, given_w2, given_b1, given_b2, dp)
 
 
 def kernel_refusal(spec: ExpertsSpec) -> str | None:

@@ -29,6 +29,7 @@ from epmoe.experts._mlp import (
     mlp_workspace_shapes,
 )
 from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights, WorkspaceShapes
+from epmoe.experts.gradient_sums import GradientSums, PartSums
 from epmoe.ops._segments import batched_segments
 from epmoe.ops.gather_dot import gather_dot
 from epmoe.ops.gather_sum import gather_sum
@@ -52,6 +53,7 @@ class _BatchedMLP(torch.autograd.Function):
         expert_num_tokens: Tensor,
         expected_m: int | None,
         spec: ExpertsSpec,
+        sums: GradientSums | None,
     ) -> Tensor:
         num_local, capacity, width = x.shape
         n = num_local * capacity
@@ -61,7 +63,7 @@ class _BatchedMLP(torch.autograd.Function):
         y, h = mlp_forward(x.reshape(n, width), w1, w2, b1, b2, rows, weight_in, spec.activation, save)
         if save:
             ctx.save_for_backward(x, p, w1, w2, b1, b2, h, rows.row_start, rows.row_end, expert_num_tokens)
-            ctx.expected_m, ctx.spec = expected_m, spec
+            ctx.expected_m, ctx.spec, ctx.sums = expected_m, spec, sums
         return y.view(num_local, capacity, width)
 
     @staticmethod
@@ -73,9 +75,8 @@ class _BatchedMLP(torch.autograd.Function):
         rows = Rows(row_start, row_end, None, 1, n, ctx.expected_m)
         weight_in = None if p is None else p.contiguous().view(n)
         flat_x, dy = x.reshape(n, width), dy.contiguous().view(n, width)
-        grad = mlp_backward(
-            dy, flat_x, w1, w2, h, rows, None, weight_in, None, ctx.spec.activation, b1 is not None, b2 is not None
-        )
+        with_bias, sums = (b1 is not None, b2 is not None), PartSums(ctx, ctx.sums)
+        grad = mlp_backward(dy, flat_x, w1, w2, h, rows, None, weight_in, None, ctx.spec.activation, *with_bias, sums)
 
         padding = torch.arange(capacity, device=x.device) >= counts[:, None]  # [L, C]
         if p is None:
@@ -84,7 +85,7 @@ class _BatchedMLP(torch.autograd.Function):
             own = torch.arange(n, dtype=torch.int32, device=x.device).masked_fill_(padding.view(n), -1)[:, None]
             dx = gather_sum(grad.rows, own, p.contiguous().view(n, 1), x.dtype).view(x.shape)
             dp = gather_dot(flat_x, grad.rows, own).view(p.shape).to(p.dtype)
-        return dx, dp, grad.w1, grad.w2, grad.b1, grad.b2, None, None, None
+        return dx, dp, grad.w1, grad.w2, grad.b1, grad.b2, *[None] * 4
 
 
 class BatchedExperts(Experts):
@@ -94,6 +95,8 @@ class BatchedExperts(Experts):
     name = "batched"
     layouts = ("batched",)
     cuda_graph = True
+    sums_gradients = True
+    batch_invariant = True
 
     @classmethod
     def refusal(cls, spec: ExpertsSpec) -> str | None:
@@ -109,8 +112,9 @@ class BatchedExperts(Experts):
             weights.gate_up_bias,
             weights.down_bias,
             rows.expert_num_tokens,
-            rows.expected_m,
+            self.expected_rows(rows),
             self.spec,
+            weights.sums,
         )
 
     def workspace_shapes(self, num_rows: int, num_pairs: int) -> WorkspaceShapes:
@@ -131,8 +135,8 @@ class BatchedExperts(Experts):
         self.check(rows, weights)
         num_local, capacity, width = rows.x.shape
         n = num_local * capacity
-        y, a = workspace.take(self.workspace_shapes(0, n)[:2])
-        segments = Rows(*batched_segments(rows.expert_num_tokens, capacity), None, 1, n, rows.expected_m)
+        y, a = workspace.take(self.workspace_shapes(n, n)[:2])
+        segments = Rows(*batched_segments(rows.expert_num_tokens, capacity), None, 1, n, self.expected_rows(rows))
         p = rows.topk_weights
         on_input = p.contiguous().view(n) if self.spec.weight_on_input and p is not None else None
         mlp_infer(rows.x.reshape(n, width), weights, segments, on_input, self.spec.activation, y, a)

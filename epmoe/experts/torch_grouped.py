@@ -19,6 +19,7 @@ from epmoe.comm.workspace import Workspace
 from epmoe.dispatch.base import BatchedInput, ExpertInput
 from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
 from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights
+from epmoe.experts.gradient_sums import summed_by_autograd
 from epmoe.ops.activation import apply_activation
 from epmoe.ops.align import align_rows
 from epmoe.ops.gather_sum import gather_sum
@@ -70,7 +71,7 @@ class TorchGroupedExperts(Experts):
     ) -> ExpertOutput:
         self.check(rows, weights)
         assert isinstance(rows, ExpertInput)
-        y, slot = self._pairs(rows, weights)
+        y, slot = self._pairs(rows, summed_by_autograd(weights))
         p = None if self.spec.weight_on_input else rows.topk_weights
         return ExpertOutput(y, "delegate" if delegate else "contiguous", slot, p)
 
@@ -91,16 +92,18 @@ class TorchGroupedExperts(Experts):
         real = (position < ends[-1])[:, None]
         expert = torch.searchsorted(ends, position, right=True).clamp_max(rows.num_local - 1)
 
+        wide = torch.promote_types(rows.x.dtype, torch.float32)
         x = _Permute.apply(rows.x, row_index, slot)
         if self.spec.weight_on_input:
             scale = rows.topk_weights.reshape(-1, 1)[row_index.clamp_min(0)]
             x = torch.where(real, (x * scale).to(x.dtype), 0)  # also stops the tail's gradient short of `scale`
         h = F.grouped_mm(x, weights.gate_up_proj.transpose(1, 2), offs=ends)
         h = torch.where(real, h, 0)
+        # Biases are looked up in float32, in which autograd then adds the gradients of their rows up.
         if weights.gate_up_bias is not None:
-            h = h + weights.gate_up_bias[expert]
+            h = h + weights.gate_up_bias.to(wide)[expert].to(h.dtype)
         h = apply_activation(h, activation.name, activation.alpha, activation.limit)
         y = F.grouped_mm(torch.where(real, h, 0), weights.down_proj.transpose(1, 2), offs=ends)
         if weights.down_bias is not None:
-            y = torch.where(real, y, 0) + weights.down_bias[expert]
+            y = torch.where(real, y, 0) + weights.down_bias.to(wide)[expert].to(y.dtype)
         return y, slot

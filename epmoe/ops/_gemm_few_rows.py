@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from epmoe.ops._dependent_launch import let_next_start, wait_for_previous
+from epmoe.ops._descriptors import unchecked_descriptor
 from epmoe.ops._few_rows_configs import FewRowsPlan, few_rows_plan
 from epmoe.ops._triton import TensorDescriptor, cast_from_float32, cdiv, dot_accumulate, jit, on_device_of, tl
 from epmoe.ops.activation import activate_and_slopes, is_gated
@@ -352,7 +353,7 @@ def launch_plan(
     """
     assert plan.split == 1 or chain is None
     num_rows, n = out.shape[0], w.shape[2 if plan.constants["TRANSPOSE"] else 1]
-    operand: Any = w if plan.descriptor is None else TensorDescriptor(w, *plan.descriptor)
+    operand: Any = w if plan.descriptor is None else unchecked_descriptor(TensorDescriptor, w, *plan.descriptor)
     result = out
     if plan.split > 1:
         result = torch.empty(plan.split, num_rows, n, dtype=torch.float32, device=a.device)

@@ -71,9 +71,11 @@ def _grouped_gemm_kernel(
 ):
     """Programs walk the tiles of all experts, counted from the segments on the device.
 
-    row_start = [0, 5, 5], row_end = [5, 5, 9], BLOCK_M = 4: experts have 2, 0, 1 row tiles; tile 1 is row 4 of expert
-    0, tile 2 rows 5..8 of expert 2. What a tile computes for rows past its expert's end is not stored. A gated tile
-    holds BLOCK_N / 2 gates, then the up projections of the same columns.
+    row_start = [0, 5, 5], row_end = [5, 5, 9], BLOCK_M = 4: experts have 2, 0, 1 row tiles. With two column tiles,
+    tiles 0..3 are rows 0..3 and row 4 of expert 0 with its first weights, then both with the others; tiles 4 and 5 are
+    rows 5..8 of expert 2. The GROUP_M row tiles that are walked together are one expert's: two experts' would need the
+    weights of both in L2. What a tile computes for rows past its expert's end is not stored. A gated tile holds
+    BLOCK_N / 2 gates, then the up projections of the same columns.
     """
     PARTS: tl.constexpr = 2 if GATED else 1
     COLS: tl.constexpr = BLOCK_N // PARTS
@@ -88,16 +90,16 @@ def _grouped_gemm_kernel(
     tiles_m = tl.sum(tiles)
 
     for tile in tl.range(tl.program_id(0), tiles_m * TILES_N, tl.num_programs(0), flatten=FLATTEN):
-        first_m = tile // (GROUP_M * TILES_N) * GROUP_M
-        group = tl.minimum(tiles_m - first_m, GROUP_M)
-        within = tile - first_m * TILES_N
-        tile_m = first_m + within % group
-        col0 = within // group * COLS
-
-        passed = tile_ends <= tile_m
+        passed = tile_ends <= tile // TILES_N
         e = tl.sum(passed.to(tl.int32))
+        begin = tl.load(row_start + e)
         end = tl.load(row_end + e)
-        row0 = tl.load(row_start + e) + (tile_m - tl.max(tl.where(passed, tile_ends, 0))) * BLOCK_M
+        of_expert = tile - tl.max(tl.where(passed, tile_ends, 0)) * TILES_N
+        first_m = of_expert // (GROUP_M * TILES_N) * GROUP_M
+        group = tl.minimum((end - begin + BLOCK_M - 1) // BLOCK_M - first_m, GROUP_M)
+        within = of_expert - first_m * TILES_N
+        row0 = begin + (first_m + within % group) * BLOCK_M
+        col0 = within // group * COLS
         rows = row0 + tl.arange(0, BLOCK_M)
         safe_rows = tl.minimum(rows, end - 1)
         ks = tl.arange(0, BLOCK_K)

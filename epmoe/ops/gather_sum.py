@@ -21,7 +21,7 @@ from torch import Tensor
 
 from epmoe.ops._dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from epmoe.ops._rows import check_terms, dense_rows, row_grid
-from epmoe.ops._triton import INTERPRET, cast_from_float32, cdiv, jit, op, tl, use_triton
+from epmoe.ops._triton import INTERPRET, cast_from_float32, cdiv, jit, on_device_of, op, tl, use_triton
 from epmoe.ops.gather_dot import gather_dot
 from epmoe.ops.scatter_rows import scatter_rows
 
@@ -78,7 +78,7 @@ def _gather_sum_triton(
     out = src.new_empty(M, H, dtype=out_dtype) if out is None else out
     grid, blocks = _grid(M, H)
     if out.numel() > 0:
-        with torch.cuda.device_of(src):
+        with on_device_of(src):
             _gather_sum_kernel[grid](
                 src,
                 index,
