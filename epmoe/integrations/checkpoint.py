@@ -19,7 +19,6 @@ import dataclasses
 import json
 import os
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,12 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from epmoe.comm import EPGroup
+from epmoe.integrations._agreement import Agreement, gathered, keep_own_part
 from epmoe.layer import MoELayer
+from epmoe.quantized import copy_bits, mismatch
 
 INDEX = "index.json"
 _FORMAT = 1
@@ -42,15 +44,20 @@ def save_checkpoint(
     ep: EPGroup | None,
     optimizer: torch.optim.Optimizer | None = None,
     extra: dict[str, Any] | None = None,
+    *,
+    replicas: dist.ProcessGroup | None = None,
 ) -> None:
-    """Writes `model`, the optimizer's state and `extra` into `directory`, which all ranks of `ep` must see. Collective.
+    """Writes `model`, the optimizer's state and `extra` into `directory`, which all ranks must see. Collective.
 
-    A checkpoint that is there already is replaced once the new one is whole. With several EP groups, save from one.
+    A checkpoint that is there already is replaced once the new one is whole. What FSDP shards is gathered, one tensor
+    at a time.
 
     Args:
         optimizer: any whose per-parameter state is tensors of the parameter's shape, scalars and numbers (SGD, Adam,
             AdamW, ...). Its groups' settings are saved too.
         extra: plain JSON data, rank 0's; what `load_checkpoint` returns.
+        replicas: the ranks that hold the same experts in other EP groups; all call, the first writes. None with
+            several groups and without FSDP: save from one.
 
     Raises:
         ValueError: optimizer state of another kind, or a parameter of the optimizer that is not the model's.
@@ -58,20 +65,23 @@ def save_checkpoint(
     """
     directory = Path(directory)
     operation = f"saving a checkpoint in {directory}"
-    rank, ranks = (0, 1) if ep is None else (ep.rank, ep.num_ranks)
-    token = _gather(ep, uuid.uuid4().hex[:12])[0]
+    job = Agreement(ep, replicas)
+    rank, ranks, writes = job.rank, job.ranks, job.copy == 0
+    token = job.gather(uuid.uuid4().hex[:12])[0]
     path = directory / f"rank-{rank:05d}-of-{ranks:05d}-{token}.safetensors"
     try:
-        with _together(ep, operation):
+        with job.together(operation):
             directory.mkdir(parents=True, exist_ok=True)
             settings = json.dumps({"param_groups": _group_settings(optimizer), "extra": extra or {}})
             ids = {layer: list(module.local_experts) for layer, module in _moe_layers(model).items()}
-            save_file(_own_tensors(model, optimizer, rank == 0), path, {"experts": json.dumps(ids)})
-            path.chmod(directory.stat().st_mode & 0o666)  # safetensors leaves it to the owner alone
-            _flush(path)
-        files = _gather(ep, {"file": path.name, "bytes": path.stat().st_size})
-        with _together(ep, operation):
-            if rank == 0:
+            tensors = _own_tensors(model, optimizer, writes, rank == 0)
+            if writes:
+                save_file(tensors, path, {"experts": json.dumps(ids)})
+                path.chmod(directory.stat().st_mode & 0o666)  # safetensors leaves it to the owner alone
+                _flush(path)
+        files = job.gather({"file": path.name, "bytes": path.stat().st_size} if writes else None)
+        with job.together(operation):
+            if writes and rank == 0:
                 for file in files:
                     _check_file(directory, file)
                 index = {"format": _FORMAT, "files": files, **json.loads(settings)}
@@ -79,7 +89,7 @@ def save_checkpoint(
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-    if rank == 0:  # the checkpoint before, and what interrupted saves left
+    if writes and rank == 0:  # the checkpoint before, and what interrupted saves left
         for other in directory.glob("rank-*-of-*-*.safetensors"):
             if other.name not in {file["file"] for file in files}:
                 other.unlink(missing_ok=True)
@@ -90,6 +100,8 @@ def load_checkpoint(
     model: nn.Module,
     ep: EPGroup | None,
     optimizer: torch.optim.Optimizer | None = None,
+    *,
+    replicas: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Fills `model` (and `optimizer`) in place, at any EP size and placement; returns what was saved as `extra`.
 
@@ -102,7 +114,7 @@ def load_checkpoint(
         RuntimeError: another rank failed to load; names it and why.
     """
     directory = Path(directory)
-    with _together(ep, f"loading the checkpoint in {directory}"), contextlib.ExitStack() as opened:
+    with Agreement(ep, replicas).together(f"loading the checkpoint in {directory}"), contextlib.ExitStack() as opened:
         index = _read_index(directory)
         shards = [_Shard.open(directory, file, opened) for file in index["files"]]
         reader = _Reader(shards, model)
@@ -153,15 +165,21 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def _own_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, with_replicated: bool) -> dict[str, Tensor]:
-    experts = _expert_tensors(model)
-    own = {name: t for name, t in _named_tensors(model).items() if with_replicated or name in experts}
+def _own_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, writes: bool, with_replicated: bool
+) -> dict[str, Tensor]:
+    """What this rank writes. All ranks gather what is sharded, whether they write it or not."""
+    experts, tensors = _expert_tensors(model), _named_tensors(model)
     if optimizer is not None:
         for name, parameter in _optimized(model, optimizer).items():
-            if with_replicated or name in experts:
-                own |= {f"{name}@{key}": value for key, value in _state_tensors(name, parameter, optimizer).items()}
-    # copied: safetensors refuses tensors that share memory, as tied weights do
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in own.items()}
+            tensors |= {f"{name}@{key}": value for key, value in _state_tensors(name, parameter, optimizer).items()}
+    own = {}
+    for name, tensor in tensors.items():
+        whole = gathered(tensor.detach())
+        if writes and (with_replicated or name.partition("@")[0] in experts):
+            # copied: safetensors refuses tensors that share memory, as tied weights do
+            own[name] = whole.to("cpu", copy=True).contiguous()
+    return own
 
 
 def _optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
@@ -280,6 +298,11 @@ class _Reader:
 
     def read(self, name: str, parameter: str, out: Tensor) -> None:
         """Copies tensor `name`, laid out like `parameter`, into `out`."""
+        if isinstance(out, DTensor):
+            whole = torch.empty(out.shape, dtype=out.dtype)
+            self.read(name, parameter, whole)
+            keep_own_part(out, whole)
+            return
         if parameter not in self.experts:
             self.shards[0].slice(name, tuple(out.shape))
             out.copy_(self.shards[0].file.get_tensor(name))
@@ -290,7 +313,10 @@ class _Reader:
             shard, row = self.rows[layer][expert]
             if shard.path not in slices:
                 slices[shard.path] = shard.slice(name, (len(shard.experts[layer]), *out.shape[1:]))
-            out[local].copy_(slices[shard.path][row])
+            given = slices[shard.path][row]
+            if given.dtype != out.dtype and 1 in (given.dtype.itemsize, out.dtype.itemsize):
+                raise ValueError(f"{shard.path}: {mismatch(name, given.dtype, out.dtype)}")
+            copy_bits(out[local], given)
 
     def read_state(self, key: str, parameter: str, like: Tensor) -> Tensor:
         """Optimizer state `key` of `parameter`: of its shape, or a scalar that all of its files agree on."""
@@ -333,7 +359,7 @@ def _load_optimizer(
     optimizer.load_state_dict({"state": state, "param_groups": state_dict["param_groups"]})
 
 
-# ---- files, and agreeing about them
+# ---- files
 
 
 def _read_index(directory: Path) -> dict[str, Any]:
@@ -370,25 +396,3 @@ def _replace(path: Path, text: str) -> None:
     temporary.write_text(text)
     _flush(temporary)
     os.replace(temporary, path)
-
-
-def _gather(ep: EPGroup | None, value: Any) -> list[Any]:
-    """All ranks' values, in rank order."""
-    if ep is None:
-        return [value]
-    values: list[Any] = [None] * ep.num_ranks
-    dist.all_gather_object(values, value, group=ep.process_group)
-    return values
-
-
-@contextlib.contextmanager
-def _together(ep: EPGroup | None, operation: str) -> Iterator[None]:
-    """A block, without collectives inside, that fails on all ranks or on none: the others raise with the reason."""
-    try:
-        yield
-    except Exception as error:
-        _gather(ep, f"{type(error).__name__}: {error}")
-        raise
-    for rank, reason in enumerate(_gather(ep, None)):
-        if reason is not None:
-            raise RuntimeError(f"{operation}: rank {rank} failed: {reason}")

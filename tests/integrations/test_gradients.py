@@ -133,6 +133,36 @@ def test_a_missing_gradient_counts_as_zeros_and_a_frozen_parameter_gets_none(see
         assert expert is None
 
 
+def in_main_grad(rank: int, ranks: int, seed: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Experts' gradients after reduction and clipping, held in `.grad` and in `.main_grad`, and the norms."""
+    copies = [dist.new_group([r]) for r in range(ranks)]
+    results = []
+    for replicas in (None, dist.group.WORLD):  # one EP group of all ranks, or a group of its own for each
+        ep = EPGroup(device="cpu") if replicas is None else EPGroup(copies[rank], device="cpu")
+        found = []
+        for main in (False, True):
+            model = Model(ep, seed)
+            x = torch.randn(6, H, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + rank))
+            model(x).square().mean().backward()
+            experts = list(expert_parameters(model).values())
+            if main:
+                for parameter in experts:
+                    parameter.main_grad, parameter.grad = parameter.grad, None
+            reduce_gradients(model, ep, replicas=replicas)
+            norm = clip_grad_norm_(model, ep, 0.05)
+            gradients = [p.main_grad if main else p.grad for p in experts]
+            assert not main or all(p.grad is None for p in experts)
+            found.append((torch.cat([g.reshape(-1) for g in gradients]), norm))
+        results.append((found[0][0] - found[1][0], found[0][1] - found[1][1], found[0][0].norm()))
+    return results
+
+
+def test_a_main_grad_is_reduced_and_clipped_like_a_grad(seed):
+    for rank in run_ranks(in_main_grad, 2, args=(seed,)):
+        for difference, norms, size in rank:
+            assert not difference.any() and not norms.any() and size > 0
+
+
 def bf16_sum(rank: int, ranks: int) -> Tensor:
     ep = EPGroup(device="cpu")
     gradients.BUCKET_BYTES = 8  # several buckets, one parameter larger than any
