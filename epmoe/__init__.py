@@ -6,8 +6,11 @@ from epmoe.dispatch import DISPATCHERS, Dispatcher, ExpertInput, Pending, make_d
 from epmoe.experts import EXPERTS, Experts, ExpertsSpec, ExpertWeights, select_experts, select_experts_impl
 from epmoe.kernel import KernelOutput, MoEKernel
 from epmoe.layer import MoELayer, SharedExperts
-from epmoe.overlap import run_microbatched
+from epmoe.overlap import run_microbatched, trace
+from epmoe.overlap.trace import trace_process
 from epmoe.placement import ExpertPlacement
+from epmoe.quant.config import QuantConfig
+from epmoe.quantized import quantize_
 from epmoe.recompute import checkpoint, reuse_routing
 from epmoe.router import Router, Routing, route
 
@@ -31,15 +34,20 @@ __all__ = [
     "MoELayer",
     "PeerError",
     "Pending",
+    "QuantConfig",
     "Router",
     "RouterConfig",
     "Routing",
     "SharedExperts",
     "checkpoint",
     "make_dispatcher",
+    "quantize_",
     "reuse_routing",
     "route",
     "run_microbatched",
     "select_experts",
     "select_experts_impl",
+    "trace",
 ]
+
+trace_process()  # if `epmoe trace` started this process
