@@ -360,10 +360,9 @@ class MoELayer(WithLora, WithQuantizedExperts):
     def _logits(self, tokens: Tensor, mask: Tensor | None, return_routing: bool, given: bool) -> Tensor:
         """What monolithic experts route by; a masked token has no usable expert."""
         if return_routing or given:
-            asked = "return_routing=True asks for" if return_routing else "routing=... brings"
+            verb, asked = ("show", "return_routing=True") if return_routing else ("take", "routing=")
             raise ValueError(
-                f"layer {self.name!r}: experts={self.config.experts!r} show and take no routing, which {asked}: use "
-                "others"
+                f"layer {self.name!r}: experts={self.config.experts!r} {verb} no routing, so {asked} needs other experts"
             )
         assert isinstance(self.router, Router), "checked when the layer was made"
         logits = self.router.logits(tokens, mask)

@@ -12,6 +12,7 @@ from epmoe.config import Activation
 from epmoe.dispatch.base import ExpertInput, Layout
 from epmoe.experts import ExpertsSpec, ExpertWeights, GroupedExperts
 from epmoe.experts._mlp import Rows, mlp_backward, mlp_forward
+from epmoe.experts.gradient_sums import PartSums
 from epmoe.ops._segments import standard_segments
 from epmoe.ops._triton import INTERPRET
 from epmoe.ops.activation import apply_activation
@@ -69,7 +70,21 @@ def test_gradients_are_those_of_autograd(weight, copied, seed):
         rows = rows._replace(row_index=None, divisor=1)
     with poisoned_empty():
         _, h = mlp_forward(x, w1, w2, b1, None, rows, weight_in, ACT, True)
-        got = mlp_backward(dout, x, w1, w2, h, rows, slot if copied else None, weight_in, weight_out, ACT, True, False)
+        got = mlp_backward(
+            dout,
+            x,
+            w1,
+            w2,
+            h,
+            rows,
+            slot if copied else None,
+            weight_in,
+            weight_out,
+            ACT,
+            True,
+            False,
+            PartSums(None, None),
+        )
     assert got.b2 is None and len(named) < rows.num_rows
     for name, have, want in (("w1", got.w1, leaves[1]), ("w2", got.w2, leaves[2]), ("b1", got.b1, leaves[3])):
         torch.testing.assert_close(have, want.grad, rtol=1e-10, atol=1e-10, msg=name)

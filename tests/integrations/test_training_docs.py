@@ -31,4 +31,4 @@ def test_the_training_page_runs():
     results = run_ranks(run_page, 4, args=(PAGE.read_text(),), timeout=150)
     assert all(result == results[0] for result in results)
     blocks, extra, norm = results[0]
-    assert blocks == 6 and extra == {"step": 3} and norm > 0
+    assert blocks == 7 and extra == {"step": 3} and norm > 0
