@@ -362,7 +362,7 @@ class MoELayer(WithLora, WithQuantizedExperts):
         if return_routing or given:
             verb, asked = ("show", "return_routing=True") if return_routing else ("take", "routing=")
             raise ValueError(
-                f"layer {self.name!r}: experts={self.config.experts!r} {verb} no routing, so {asked} needs other experts"
+                f"layer {self.name!r}: experts={self.config.experts!r} {verb} no routing: {asked} needs others"
             )
         assert isinstance(self.router, Router), "checked when the layer was made"
         logits = self.router.logits(tokens, mask)
