@@ -163,7 +163,8 @@ class MoEConfig:
         placement: `contiguous`, `strided`, or one tuple of expert ids per rank.
         dispatcher: `auto`, `local`, `all_gather`, `all_to_all`, `all_to_all_fixed`, `hierarchical` or `symmetric`.
         experts: `auto`, `reference`, `torch_grouped`, `grouped` or `batched`, or `monolithic`.
-        max_tokens_per_rank: the most tokens any rank brings to one call, for `all_to_all_fixed`, which needs it.
+        max_tokens_per_rank: the most tokens any rank brings to one call, the same on all ranks. `all_to_all_fixed` and
+            `symmetric` reserve room for it and need it; `auto` may take `symmetric` where it is set.
         dispatch_scheme: quantize rows before they are sent (`fp8_block`, `fp8_row`, `int8_row`, ...): short for
             `quant=QuantConfig(activations=...)`.
         quant: which numbers are held, sent and multiplied in eight bits or fewer; see `QuantConfig`.
@@ -279,6 +280,12 @@ class MoEConfig:
     def row_scheme(self) -> str | None:
         """The scheme that rows are sent in."""
         return self.dispatch_scheme if self.quant is None else self.quant.rows
+
+    def rows_are_storable(self, dtype: torch.dtype) -> bool:
+        """Whether `auto` may store rows of `dtype` to peers one-sidedly; see `make_dispatcher`."""
+        back = self.quant is not None and (self.quant.combine is not None or self.quant.gradients is not None)
+        itemsize = dtype.itemsize if self.row_scheme is None else 1
+        return not back and dtype != torch.float64 and self.expert_hidden_size * itemsize % 16 == 0
 
     @property
     def expert_hidden_size(self) -> int:

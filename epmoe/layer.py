@@ -190,6 +190,7 @@ class MoELayer(WithLora, WithQuantizedExperts):
                     device,
                     layer=self.name,
                     max_tokens_per_rank=config.max_tokens_per_rank,
+                    storable=config.rows_are_storable(dtype),
                 ),
                 select_experts_impl(config, device=device, dtype=dtype, lora=bool(self.lora_adapters)).experts,
                 layout=config.experts_layout,

@@ -260,7 +260,8 @@ class EPGroup:
                 )
             if self._copies is not None:
                 self._old_copies.append(self._copies)  # CUDA graphs hold addresses
-            self._copies = Copies(self, 1 << (region_bytes - 1).bit_length())
+            with torch.inference_mode(False):  # it outlives the call that makes it
+                self._copies = Copies(self, 1 << (region_bytes - 1).bit_length())
         return self._copies
 
     def all_gather_async(self, buffer: Tensor) -> tuple[Tensor, dist.Work]:

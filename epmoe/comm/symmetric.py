@@ -335,6 +335,7 @@ def channel_for(ep: EPGroup, half_bytes: int, words: bool) -> Channel:
     why = unreachable(ep)
     if why is not None:
         raise ValueError(f"group {ep.name!r} can't use symmetric memory: {why}; use dispatcher='all_to_all'")
-    made = Channel(ep, half_bytes, words)
+    with torch.inference_mode(False):  # it outlives the call that makes it
+        made = Channel(ep, half_bytes, words)
     ep.channels.append(made)
     return made

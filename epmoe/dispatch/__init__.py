@@ -15,6 +15,7 @@ from epmoe.dispatch.base import BatchedInput, Dispatcher, DispatcherCapabilities
 from epmoe.dispatch.hierarchical import HierarchicalDispatcher
 from epmoe.dispatch.local import LocalDispatcher
 from epmoe.dispatch.symmetric import SymmetricDispatcher
+from epmoe.ops.symmetric_configs import LATENCY_TOKENS
 from epmoe.placement import ExpertPlacement
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {
@@ -55,13 +56,20 @@ def make_dispatcher(
     *,
     layer: str = "moe",
     max_tokens_per_rank: int | None = None,
+    storable: bool = True,
 ) -> Dispatcher:
     """The dispatcher `name` for this rank's experts.
 
-    `auto`: `local` on one rank; `symmetric` where all ranks are GPUs that reach each other's memory and
-    `max_tokens_per_rank` is set; `hierarchical` where the group spans nodes of which one has several ranks; else
-    `all_to_all`. `symmetric` where ranks do not reach each other becomes `all_to_all`, with a warning. What ranks reach
+    `auto`: `local` on one rank; `hierarchical` where the group spans nodes of which one has several ranks; `symmetric`
+    where all ranks are GPUs that reach each other's memory, rows are `storable` and `max_tokens_per_rank` is set, to no
+    more than decoding brings (`LATENCY_TOKENS`): its places are for the most that could come; else `all_to_all`.
+    `symmetric` where ranks do not reach each other becomes `all_to_all`, with a warning. What ranks reach
     and where they are is found out together, the first time: collective.
+
+    Args:
+        max_tokens_per_rank: the most tokens any rank brings to one call; the same on all ranks.
+        storable: what `symmetric` asks of rows: a multiple of 16 bytes, no float64, and wide on their way back. False
+            keeps `auto` from it; the same on all ranks.
 
     Raises:
         ValueError: an unknown name, `local` on several ranks, a placement for another number of ranks, or a device that
@@ -71,7 +79,7 @@ def make_dispatcher(
     if placement.num_ranks != ranks:
         raise ValueError(f"placement is for {placement.num_ranks} ranks, the EPGroup has {ranks}")
     if name == "auto":
-        name = _suited(ep, max_tokens_per_rank)
+        name = _suited(ep, max_tokens_per_rank if storable else None)
     if name not in DISPATCHERS:
         raise ValueError(f"dispatcher={name!r}: must be auto, " + ", ".join(DISPATCHERS))
     if name == "local" and ranks > 1:
@@ -101,5 +109,5 @@ def _suited(ep: EPGroup | None, max_tokens_per_rank: int | None) -> str:
         return "local"
     if ep.nodes.two_levels:
         return "hierarchical"
-    one_sided = ep.device.type == "cuda" and max_tokens_per_rank is not None and unreachable(ep) is None
-    return "symmetric" if one_sided else "all_to_all"
+    few = max_tokens_per_rank is not None and max_tokens_per_rank <= LATENCY_TOKENS
+    return "symmetric" if ep.device.type == "cuda" and few and unreachable(ep) is None else "all_to_all"

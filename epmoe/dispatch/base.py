@@ -176,7 +176,7 @@ class Traffic(NamedTuple):
 
 
 class Dispatcher(ABC):
-    """Base of `local`, `all_gather`, `all_to_all`, `all_to_all_fixed` and `hierarchical`.
+    """Base of `local`, `all_gather`, `all_to_all`, `all_to_all_fixed`, `hierarchical` and `symmetric`.
 
     Args:
         ep: the group, or None for one process.

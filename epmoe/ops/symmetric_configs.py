@@ -8,7 +8,7 @@ Two profiles. *latency*: as many programs as there are pieces of work, small pie
 that walk through whole rows, senders and takers side by side, so that the link is busy in both directions from start to
 end and what has come is still in L2 when it is taken up. They differ in nothing that peers could notice.
 
-The sizes are first choices and have not been measured yet.
+The sizes were measured on two H200 at rows of 7168 numbers; other widths and numbers of ranks take them over.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def _give_back_triton(
         **launch_options(rows.device, config),
     }
     fields = {"capacity": capacity, "H": H, "dtype": str(rows.dtype), "K": K, "gradients": weight_words}
-    variant = {"terms": constants["TERMS"], "weighted": constants["WEIGHTED"]}
+    variant = {"terms": constants["TERMS"], "weighted": constants["WEIGHTED"], "experts_per_rank": experts_per_rank}
     with on_device_of(rows):
         channel.meet("give_back", fields | variant, lambda: warm(_give_back_kernel, arguments, constants, config))
         with channel.launching(aside, arguments):

@@ -293,6 +293,7 @@ def _send_rows_triton(
         **launch_options(values.device, config),
     }
     fields = {"capacity": capacity, "values": str(values.dtype), "scheme": scheme, **dataclasses.asdict(plan), "H": H}
+    fields |= {"K": ids.shape[1], "experts_per_rank": experts_per_rank}
     with on_device_of(values):
         channel.meet("send", fields, lambda: warm(_send_kernel, arguments, constants, config))
         with channel.launching(aside, arguments):

@@ -59,6 +59,22 @@ def test_a_group_shares_channels_and_two_groups_share_none() -> None:
     run_ranks(channels_of_two_groups, 2)
 
 
+def served_then_trained(rank: int, ranks: int) -> None:
+    ep = EPGroup(timeout=30)
+    ep.beside.copies = ep.beside.by_copies = True
+    rows = torch.arange(2.0 * ranks)[:, None] + 10 * rank
+    for inference in (True, False):
+        with torch.inference_mode(inference):
+            channel_for(ep, 512, words=False).half(rank, 1).fill_(0)
+            out, work = ep.all_to_all_async(rows.clone(), most_rows=2)
+            work.wait()
+        assert out[:, 0].tolist() == [10.0 * peer + 2 * rank + n for peer in range(ranks) for n in (0, 1)]
+
+
+def test_memory_made_in_inference_mode_serves_training_too() -> None:
+    run_ranks(served_then_trained, 2)
+
+
 def on_two_hosts(rank: int, ranks: int) -> str:
     symmetric.host_identity = lambda: f"host {rank // 2}"  # type: ignore[assignment]
     ep = EPGroup(timeout=30)

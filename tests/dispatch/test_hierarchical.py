@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from epmoe import EPGroup, ExpertPlacement, MoEConfig, MoELayer, PeerError, make_dispatcher
-from epmoe.dispatch import Dispatcher
+from epmoe.dispatch import Dispatcher, _suited
 from epmoe.dispatch.hierarchical import HierarchicalDispatcher, HierarchicalLayout
 from epmoe.dispatch.reduce import ExpertOutput
 from epmoe.overlap import run_microbatched
+from epmoe.quant.config import QuantConfig
 from epmoe.quant.rows import dequantize_rows, quantize_rows
 from epmoe.testing import RankFailed, poisoned_empty, run_ranks
 from tests import naive
@@ -391,6 +394,21 @@ def chosen(rank: int, ranks: int, labels: list[int]) -> str:
 def test_auto_goes_by_nodes_only_where_there_are_two_levels() -> None:
     for nodes, name in (("1x2", "all_to_all"), ("2x1", "all_to_all"), ("2+1", "hierarchical")):
         assert set(run_ranks(chosen, len(NODES[nodes]), args=(NODES[nodes],))) == {name}
+
+
+def test_auto_stores_rows_to_peers_only_where_they_can_be() -> None:
+    """On one node of GPUs that reach each other; else a layer that `all_to_all` serves would be refused."""
+    nodes = SimpleNamespace(two_levels=False)
+    ep: Any = SimpleNamespace(num_ranks=2, nodes=nodes, device=torch.device("cuda"), reachability="", rank=0)
+    assert _suited(ep, None) == "all_to_all" and _suited(ep, 8) == "symmetric" and _suited(ep, 8192) == "all_to_all"
+    plain = MoEConfig(2880, 64, 4, 2, max_tokens_per_rank=8)
+    assert plain.rows_are_storable(torch.bfloat16) and not plain.rows_are_storable(torch.float64)
+    for quant in (QuantConfig(combine="fp8_block"), QuantConfig(gradients="fp8_block")):
+        assert not dataclasses.replace(plain, quant=quant).rows_are_storable(torch.bfloat16)
+    narrow = dataclasses.replace(plain, hidden_size=72)
+    assert narrow.rows_are_storable(torch.bfloat16)
+    assert not dataclasses.replace(narrow, dispatch_scheme="fp8_row").rows_are_storable(torch.bfloat16)
+    assert not dataclasses.replace(narrow, hidden_size=68).rows_are_storable(torch.bfloat16)
 
 
 def planned(rank: int, ranks: int, labels: list[int]) -> dict[str, int]:

@@ -14,15 +14,16 @@ from epmoe.dispatch import make_dispatcher
 from epmoe.dispatch.base import BatchedInput, ExpertInput, Layout
 from epmoe.experts import ExpertsSpec, ExpertWeights, GroupedFp8Experts, ReferenceExperts, select_experts
 from epmoe.kernel import MoEKernel
+from epmoe.ops import _triton
 from epmoe.ops._triton import INTERPRET
-from epmoe.ops.quantize import quantize_reference
+from epmoe.ops.quantize import quantize_reference, row_format
+from epmoe.ops.quantize_blocks import quantize_blocks_reference
 from epmoe.placement import ExpertPlacement
 from epmoe.quant import (
     QuantizedWeights,
     dequantize_rows,
     dequantize_weights,
     quantize_rows,
-    quantize_weights,
 )
 from epmoe.quant.weights import FP8_SCHEMES
 from epmoe.testing import poisoned_empty
@@ -99,9 +100,7 @@ def make(
     p = torch.rand(rows, K, generator=g) + 0.5
     expert_map = torch.full((E,), -1, dtype=torch.int32)
     expert_map[OWNED] = torch.arange(4, dtype=torch.int32)
-    # channels by the twin, not one interpreted program for each
-    by_row = scheme.endswith("_row")
-    q1, q2 = (quantized_rows_of(w, scheme) if by_row else quantize_weights(w, scheme) for w in (w1, w2))
+    q1, q2 = (quantized_by_twins(w, scheme) for w in (w1, w2))
     b1, b2 = (randn(4, wide).bfloat16(), randn(4, h).bfloat16()) if bias else (None, None)
     spec = ExpertsSpec(activation, h, i, torch.bfloat16, torch.device(device), on_input, scheme=scheme)
     tensors = (q1.values, q2.values, b1, b2, None, q1.scales, q2.scales)
@@ -115,7 +114,10 @@ def make(
     )
 
 
-def quantized_rows_of(w: Tensor, scheme: str) -> QuantizedWeights:
+def quantized_by_twins(w: Tensor, scheme: str) -> QuantizedWeights:
+    """On CPU, where a GPU's machine runs no kernel and the interpreter would run a program for each channel."""
+    if row_format(scheme).group:
+        return QuantizedWeights(*quantize_blocks_reference(w, scheme), scheme)
     values, scales = quantize_reference(w.view(-1, w.shape[2]), scheme)
     return QuantizedWeights(values.view(w.shape), scales.view(w.shape[:2]), scheme)
 
@@ -159,6 +161,13 @@ def row_error(got: Tensor, want: Tensor) -> float:
     zero = (want == 0).all(-1)
     assert not got[zero].any()
     return ((got.double() - want).norm(dim=-1) / want.norm(dim=-1))[~zero].max().item() if (~zero).any() else 0.0
+
+
+@pytest.mark.parametrize("scheme", FP8_SCHEMES)
+def test_inputs_for_a_gpu_are_made_without_a_kernel_on_cpu(scheme, seed, monkeypatch):
+    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")  # as the fixture does
+    monkeypatch.setattr(_triton, "INTERPRET", False)
+    make(scheme, "cpu", seed)
 
 
 @pytest.mark.parametrize("act", ["swiglu", "relu2"])

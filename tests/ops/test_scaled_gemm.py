@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from epmoe.config import ACTIVATIONS, Activation
-from epmoe.ops import _scaled_configs
+from epmoe.ops import _scaled_configs, _triton
 from epmoe.ops._scaled_configs import ScaledConfig
 from epmoe.ops._segments import batched_segments, standard_segments
 from epmoe.ops._triton import INTERPRET
 from epmoe.ops.quantize import quantize_reference
+from epmoe.ops.quantize_blocks import quantize_blocks_reference
 from epmoe.ops.scaled_gemm import (
     SCALED_SCHEMES,
     scaled_grouped_gemm,
@@ -23,7 +24,7 @@ from epmoe.ops.scaled_gemm import (
     scaled_grouped_gemm_act_reference,
     scaled_grouped_gemm_reference,
 )
-from epmoe.quant import QuantizedWeights, quantize_weights
+from epmoe.quant import QuantizedWeights
 from epmoe.testing import poisoned_empty
 from tests import naive
 
@@ -101,9 +102,10 @@ def case(
     magnitude = torch.tensor([1.0, 1e3, 1e-3, 3.0])[torch.arange(L) % 4]
     w = randn(L, n, d) * magnitude[:, None, None] / d**0.5
     w *= 10.0 ** torch.randint(-1, 2, (L, n, 1), generator=generator)  # channels differ too
+    # By the twins: on a GPU's machine no kernel runs on CPU tensors.
     if scheme == "fp8_block":
-        q = quantize_weights(w, scheme)
-    else:  # as it does, without a kernel
+        q = QuantizedWeights(*quantize_blocks_reference(w, scheme), scheme)
+    else:
         w_values, w_scales = quantize_reference(w.view(-1, d), scheme)
         q = QuantizedWeights(w_values.view(w.shape), w_scales.view(L, n), scheme)
     bias = randn(L, n) * magnitude[:, None]
@@ -173,6 +175,13 @@ def check_act(c: SimpleNamespace, act: Activation, requantize: bool, bias: bool 
     # block by block, so that no block hides behind a larger one
     back = torch.nn.functional.pad(back, (0, -width % 128)).view(exact.shape)
     assert row_error(back.flatten(0, 1), exact.flatten(0, 1)) < REQUANTIZED
+
+
+@pytest.mark.parametrize("scheme", SCALED_SCHEMES)
+def test_inputs_for_a_gpu_are_made_without_a_kernel_on_cpu(scheme, seed, monkeypatch):
+    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")  # as the fixture does
+    monkeypatch.setattr(_triton, "INTERPRET", False)
+    case([2, 3], 12, 20, scheme, "cpu", seed)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
