@@ -153,7 +153,9 @@ def test_dispatch_in_eight_bits_trains_as_float64_of_the_rounded_rows_does(ranks
     by_rank = run_ranks(every_pair, ranks, args=(seed, scheme, None, None), timeout=120)
     assert len(by_rank[0]) == len(EXPERTS) * (1 if ranks == 1 else len(DISPATCHERS) - 1)
     check(by_rank, {bias: expected(ranks, seed, bias, scheme) for bias in (True, False)}, 2e-5)
-    check(by_rank, {bias: expected(ranks, seed, bias, None) for bias in (True, False)}, 0.1)
+    # A row of e4m3 is up to 3.6 % off. With a loss of squares a weight's gradient holds the row twice in dout (through
+    # both products), once in dh and once as itself: four times that, and every token weighs in by its square.
+    check(by_rank, {bias: expected(ranks, seed, bias, None) for bias in (True, False)}, 4 * 0.036)
 
 
 @pytest.mark.parametrize("scheme", ["fp8_block", "int8_row"])
