@@ -325,5 +325,6 @@ def test_a_released_checkpoint_loads_expert_by_expert(inner: int, seed: int) -> 
             wide = dequantize_weights(QuantizedWeights(values[None], scales[None], "fp8_block"), torch.float32)[0]
             block = held[1].repeat_interleave(128, 0)[: 2 * inner].repeat_interleave(128, 1)[:, :H]
             mine = (held[0] * block)[n * inner : (n + 1) * inner]
-            assert torch.equal(mine, wide) if inner == 128 else (mine - wide).norm() < 0.03 * wide.norm()
+            # where a block spans both projections, one more rounding to three bits of mantissa: 2**-4 at worst
+            assert torch.equal(mine, wide) if inner == 128 else (mine - wide).norm() <= 2**-4 * wide.norm()
         assert torch.equal(layer.down_proj[expert].float(), disk[f"{expert}.down_proj.weight"].float())
