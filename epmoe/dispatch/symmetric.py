@@ -198,7 +198,8 @@ class SymmetricDispatcher(ExchangeDispatcher):
         assert scheme is None and grad_scheme is None, "capabilities say that no row goes back quantized"
         output = rows if isinstance(rows, ExpertOutput) else ExpertOutput(rows)
         assert isinstance(handle, SymmetricLayout)
-        handle = dataclasses.replace(handle, overlap_sms=handle.overlap_sms or self.ep.beside.sms)
+        if not handle.overlap_sms and self.ep.beside.sms:
+            handle = dataclasses.replace(handle, overlap_sms=self.ep.beside.sms)
         wants_gradient = torch.is_grad_enabled() and (
             output.rows.requires_grad or (output.topk_weights is not None and output.topk_weights.requires_grad)
         )

@@ -18,6 +18,7 @@ import os
 import re
 import tempfile
 import time
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -91,14 +92,17 @@ class _Switched(Recorder):
         finally:
             self.end()
 
+    @abstractmethod
     def begin(self) -> None:
-        raise NotImplementedError
+        """Hears from here."""
 
+    @abstractmethod
     def end(self) -> None:
-        raise NotImplementedError
+        """Until here."""
 
+    @abstractmethod
     def timeline(self) -> Timeline:
-        raise NotImplementedError
+        """What it heard."""
 
 
 def _recorder(device: torch.device | str | None) -> HostRecorder | DeviceRecorder:
