@@ -18,10 +18,9 @@ from torch import Tensor
 from epmoe.ops._dependent_launch import let_next_start, wait_for_previous
 from epmoe.ops._descriptors import unchecked_descriptor
 from epmoe.ops._few_rows_configs import FewRowsPlan, few_rows_plan
+from epmoe.ops._segments import RowMap
 from epmoe.ops._triton import TensorDescriptor, cast_from_float32, cdiv, dot_accumulate, jit, on_device_of, tl
-from epmoe.ops.activation import activate_and_slopes, is_gated
-
-LINEAR = "none"  # the activation of a plain grouped GEMM
+from epmoe.ops.activation import Epilogue, activate_and_slopes
 
 
 class Chain(NamedTuple):
@@ -288,28 +287,21 @@ def launch_few_rows(
     a: Tensor,
     w: Tensor,
     bias: Tensor | None,
-    row_start: Tensor,
-    row_end: Tensor,
-    row_index: Tensor | None,
-    index_divisor: int,
-    row_scale: Tensor | None,
+    rows: RowMap,
     out: Tensor,
     preact: Tensor | None,
     transpose: bool,
     expected_m: int | None,
-    activation: str = LINEAR,
-    alpha: float = 1.0,
-    limit: float = float("inf"),
+    epilogue: Epilogue,
 ) -> bool:
     """Writes what `grouped_gemm` (`grouped_gemm_act`, with an activation) promises for checked arguments into `out`
     `[max_rows, N]` or `[max_rows, I]` and, unless it is None, `preact`; or returns False where this kernel should not:
     many rows per expert, a dtype or a device that it is not made for.
     """
-    plan = plan_few_rows(a, w, out.shape[0], expected_m, transpose, activation, alpha, limit)
+    plan = plan_few_rows(a, w, out.shape[0], expected_m, transpose, epilogue)
     if plan is None:
         return False
-    rows = (row_start, row_end, row_index, index_divisor, row_scale)
-    launch_plan(plan, a, w, bias, *rows, out, preact, activation, alpha, limit)
+    launch_plan(plan, a, w, bias, rows, out, preact, epilogue)
     return True
 
 
@@ -319,14 +311,12 @@ def plan_few_rows(
     max_rows: int,
     expected_m: int | None,
     transpose: bool,
-    activation: str = LINEAR,
-    alpha: float = 1.0,
-    limit: float = float("inf"),
+    epilogue: Epilogue,
 ) -> FewRowsPlan | None:
     """The plan of such a launch, or None: not by this kernel."""
-    gated = activation != LINEAR and is_gated(activation, alpha, limit)
     aligned = w.data_ptr() % 16 == 0
-    return few_rows_plan(a.device, a.dtype, w.shape, w.stride(), aligned, max_rows, expected_m, transpose, gated)
+    sizes = (w.shape, w.stride(), aligned, max_rows, expected_m)
+    return few_rows_plan(a.device, a.dtype, *sizes, transpose, epilogue.gated)
 
 
 def launch_plan(
@@ -334,16 +324,10 @@ def launch_plan(
     a: Tensor,
     w: Tensor,
     bias: Tensor | None,
-    row_start: Tensor,
-    row_end: Tensor,
-    row_index: Tensor | None,
-    index_divisor: int,
-    row_scale: Tensor | None,
+    rows: RowMap,
     out: Tensor,
     preact: Tensor | None,
-    activation: str,
-    alpha: float,
-    limit: float,
+    epilogue: Epilogue,
     chain: Chain | None = None,
 ) -> None:
     """`launch_few_rows` by a plan of `plan_few_rows`.
@@ -363,23 +347,23 @@ def launch_plan(
             a,
             operand,
             bias,
-            row_start,
-            row_end,
-            row_index,
-            row_scale,
+            rows.row_start,
+            rows.row_end,
+            rows.row_index,
+            rows.row_scale,
             result,
             preact,
             None if chain is None else chain.done,
-            alpha,
-            limit,
+            epilogue.alpha,
+            epilogue.limit,
             num_rows,
             0 if chain is None else chain.tiles,
             0 if chain is None else chain.block_t,
             a.stride(0),
             w.stride(0),
             w.stride(1),
-            DIVISOR=index_divisor,
-            ACTIVATION=activation,
+            DIVISOR=rows.divisor,
+            ACTIVATION=epilogue.activation,
             AWAIT=awaits,
             **plan.constants,
         )
@@ -388,17 +372,17 @@ def launch_plan(
             _join_parts_kernel[(num_rows, cdiv(out.shape[1], plan.join["BLOCK"]))](
                 result,
                 bias,
-                row_start,
-                row_end,
-                row_index,
-                row_scale,
+                rows.row_start,
+                rows.row_end,
+                rows.row_index,
+                rows.row_scale,
                 out,
                 preact,
-                alpha,
-                limit,
+                epilogue.alpha,
+                epilogue.limit,
                 num_rows,
                 N=n,
-                ACTIVATION=activation,
+                ACTIVATION=epilogue.activation,
                 GATED=gated,
                 SPLIT=plan.split,
                 **plan.join,

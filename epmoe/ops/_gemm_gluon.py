@@ -17,8 +17,9 @@ from torch import Tensor
 
 from epmoe.ops._configs import chosen_gemm_config, expected_rows, most_row_tiles, num_programs, ragged_rows
 from epmoe.ops._descriptors import unchecked_descriptor
+from epmoe.ops._segments import RowMap
 from epmoe.ops._triton import cdiv, next_power_of_2, on_device_of
-from epmoe.ops.activation import is_gated
+from epmoe.ops.activation import Epilogue
 
 STAGES = 4
 BOX = 64  # rows of one TMA load
@@ -123,29 +124,23 @@ def launch_gluon(
     a: Tensor,
     w: Tensor,
     bias: Tensor | None,
-    row_start: Tensor,
-    row_end: Tensor,
-    row_index: Tensor | None,
-    index_divisor: int,
-    row_scale: Tensor | None,
+    rows: RowMap,
     out: Tensor,
     preact: Tensor | None,
     transpose: bool,
     expected_m: int | None,
-    activation: str,
-    alpha: float,
-    limit: float,
+    epilogue: Epilogue,
 ) -> bool:
     """Writes what `grouped_gemm` (`grouped_gemm_act`, with an activation) promises for checked arguments into `out`
     `[max_rows, N]` or `[max_rows, I]` and, unless it is None, `preact`; or returns False where this kernel should not:
     another device, few rows per expert, a dtype or an alignment that it is not made for.
     """
     L, max_rows = w.shape[0], out.shape[0]
-    gated = activation != "none" and is_gated(activation, alpha, limit)
+    gated = epilogue.gated
     expected = expected_rows(max_rows, L, expected_m)
-    gathered = row_index is not None
+    gathered = rows.row_index is not None
     plan = gluon_plan(a.device, a.dtype, w.shape, w.stride(), expected, transpose, gated, gathered)
-    if plan is None or activation in NOT_HERE:
+    if plan is None or epilogue.activation in NOT_HERE:
         return False
     stride = a.stride(0)
     at = a.data_ptr() | w.data_ptr() | out.data_ptr() | (0 if preact is None else preact.data_ptr())
@@ -154,9 +149,9 @@ def launch_gluon(
     kind = _descriptor_type()
     boxes = rest = None
     if not gathered:
-        rows, strides = [a.shape[0], plan.depth], [stride, 1]
-        boxes = unchecked_descriptor(kind, a, rows, strides, [BOX, 64], layout=plan.box)
-        rest = unchecked_descriptor(kind, a, rows, strides, [32, 64], layout=plan.rest)
+        shape, strides = [a.shape[0], plan.depth], [stride, 1]
+        boxes = unchecked_descriptor(kind, a, shape, strides, [BOX, 64], layout=plan.box)
+        rest = unchecked_descriptor(kind, a, shape, strides, [32, 64], layout=plan.rest)
     saved = None
     if preact is not None:
         saved = unchecked_descriptor(kind, preact, *plan.preact[:3], layout=plan.preact[3])
@@ -168,21 +163,21 @@ def launch_gluon(
             rest,
             unchecked_descriptor(kind, w, *plan.w[:3], layout=plan.w[3]),
             bias,
-            row_start,
-            row_end,
-            row_index,
-            row_scale,
+            rows.row_start,
+            rows.row_end,
+            rows.row_index,
+            rows.row_scale,
             unchecked_descriptor(kind, out, *plan.out[:3], layout=plan.out[3]),
             saved,
-            alpha,
-            limit,
-            index_divisor,
+            epilogue.alpha,
+            epilogue.limit,
+            rows.divisor,
             stride // 8,
             L,
             plan.width,
             plan.depth,
             plan.panel,
-            ACTIVATION=activation,
+            ACTIVATION=epilogue.activation,
             **plan.constants,
         )
     return True

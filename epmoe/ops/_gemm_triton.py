@@ -14,10 +14,9 @@ from torch import Tensor
 
 from epmoe.ops._configs import expected_rows, gemm_plan, most_row_tiles, num_programs
 from epmoe.ops._descriptors import unchecked_descriptor
+from epmoe.ops._segments import RowMap
 from epmoe.ops._triton import TensorDescriptor, cast_from_float32, dot_accumulate, jit, on_device_of, tl
-from epmoe.ops.activation import activate_and_slopes, is_gated
-
-LINEAR = "none"  # the activation of a plain grouped GEMM
+from epmoe.ops.activation import Epilogue, activate_and_slopes
 
 
 @jit
@@ -173,27 +172,21 @@ def launch_triton(
     a: Tensor,
     w: Tensor,
     bias: Tensor | None,
-    row_start: Tensor,
-    row_end: Tensor,
-    row_index: Tensor | None,
-    index_divisor: int,
-    row_scale: Tensor | None,
+    rows: RowMap,
     out: Tensor,
     preact: Tensor | None,
     transpose: bool,
     expected_m: int | None,
-    activation: str = LINEAR,
-    alpha: float = 1.0,
-    limit: float = float("inf"),
+    epilogue: Epilogue,
 ) -> None:
     """Writes what `grouped_gemm` (`grouped_gemm_act`, with an activation) promises for checked arguments into `out`
     `[max_rows, N]` or `[max_rows, I]` and, unless it is None, `preact`."""
     L, max_rows = w.shape[0], out.shape[0]
-    gated = activation != LINEAR and is_gated(activation, alpha, limit)
+    gated = epilogue.gated
     expected = expected_rows(max_rows, L, expected_m)
     aligned = (a.data_ptr() | w.data_ptr() | out.data_ptr()) % 16 == 0
     shape, strides, a_stride = w.shape, w.stride(), a.stride(0)
-    gathered = row_index is not None
+    gathered = rows.row_index is not None
     plan = gemm_plan(a.device, a.dtype, shape, strides, a_stride, aligned, expected, transpose, gated, gathered)
     config = plan.config
     from_rows: Any = a
@@ -211,18 +204,18 @@ def launch_triton(
             from_rows,
             weights,
             bias,
-            row_start,
-            row_end,
-            row_index,
-            row_scale,
+            rows.row_start,
+            rows.row_end,
+            rows.row_index,
+            rows.row_scale,
             to_rows,
             preact,
-            alpha,
-            limit,
+            epilogue.alpha,
+            epilogue.limit,
             a_stride,
             strides[0],
             strides[1],
-            DIVISOR=index_divisor,
-            ACTIVATION=activation,
+            DIVISOR=rows.divisor,
+            ACTIVATION=epilogue.activation,
             **plan.constants,
         )

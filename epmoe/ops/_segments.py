@@ -26,6 +26,29 @@ class Segments(NamedTuple):
     row_end: Tensor
 
 
+class RowMap(NamedTuple):
+    """Where each row n of an expert's segment comes from: row n of an operand, or row_index[n] // divisor of it.
+
+    `row_scale`, flat, multiplies its products: read at row_index[n], or at n where there is no index.
+    """
+
+    row_start: Tensor
+    row_end: Tensor
+    row_index: Tensor | None = None
+    divisor: int = 1
+    row_scale: Tensor | None = None
+
+    def of(self, a: Tensor, own: slice) -> Tensor:
+        """The rows of `a` that a segment's rows `own` come from. For the torch twins."""
+        return a[own] if self.row_index is None else a[self.row_index[own].long() // self.divisor]
+
+    def scales(self, own: slice) -> Tensor | None:
+        """`[n, 1]`, what multiplies the products of the segment's rows `own`, or None. For the torch twins."""
+        if self.row_scale is None:
+            return None
+        return self.row_scale[own if self.row_index is None else self.row_index[own].long()][:, None]
+
+
 def standard_segments(offsets: Tensor) -> Segments:
     """The segments of sorted rows: `offsets [L + 1]` as `align_rows` gives them."""
     return Segments(offsets[:-1], offsets[1:])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,22 @@ def is_gated(name: str, alpha: float, limit: float) -> bool:
         ValueError: as `Activation`.
     """
     return Activation(name, alpha, limit).gated
+
+
+LINEAR = "none"  # the activation of a plain product
+
+
+class Epilogue(NamedTuple):
+    """What a product's sums pass through before they are stored: the fields of an `Activation`, or nothing."""
+
+    activation: str = LINEAR
+    alpha: float = 1.0
+    limit: float = math.inf
+
+    @property
+    def gated(self) -> bool:
+        """Whether two sums make one output."""
+        return self.activation != LINEAR and is_gated(*self)
 
 
 def apply_activation(preact: Tensor, name: str, alpha: float = 1.0, limit: float = math.inf) -> Tensor:

@@ -13,50 +13,33 @@ from torch import Tensor
 
 from epmoe.ops._gemm_few_rows import launch_few_rows
 from epmoe.ops._gemm_gluon import launch_gluon
-from epmoe.ops._gemm_triton import LINEAR, launch_triton
-from epmoe.ops._segments import check_segments, segment_slices
+from epmoe.ops._gemm_triton import launch_triton
+from epmoe.ops._segments import RowMap, check_segments, segment_slices
 from epmoe.ops._triton import KERNEL_DTYPES, check_flat, op, scale_dtypes, unit_stride, use_triton
-from epmoe.ops.activation import apply_activation, is_gated
+from epmoe.ops.activation import Epilogue, apply_activation, is_gated
 
 
 def _launch(
     a: Tensor,
     w: Tensor,
     bias: Tensor | None,
-    row_start: Tensor,
-    row_end: Tensor,
-    row_index: Tensor | None,
-    index_divisor: int,
-    row_scale: Tensor | None,
+    rows: RowMap,
     out: Tensor,
     preact: Tensor | None,
     transpose: bool,
     expected_m: int | None,
-    activation: str = LINEAR,
-    alpha: float = 1.0,
-    limit: float = float("inf"),
+    epilogue: Epilogue,
 ) -> None:
     """By the kernel that is made for so many rows per expert, this dtype and this device."""
     if out.numel() == 0 or a.shape[0] == 0 or w.shape[0] == 0:
         return
-    rows = (row_start, row_end, row_index, index_divisor, row_scale)
-    if launch_few_rows(a, w, bias, *rows, out, preact, transpose, expected_m, activation, alpha, limit):
-        return
-    if launch_gluon(a, w, bias, *rows, out, preact, transpose, expected_m, activation, alpha, limit):
-        return
-    launch_triton(a, w, bias, *rows, out, preact, transpose, expected_m, activation, alpha, limit)
+    arguments = (a, w, bias, rows, out, preact, transpose, expected_m, epilogue)
+    if not (launch_few_rows(*arguments) or launch_gluon(*arguments)):
+        launch_triton(*arguments)
 
 
-def _check(
-    a: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    row_start: Tensor,
-    row_end: Tensor,
-    row_index: Tensor | None,
-    divisor: int,
-    transpose: bool,
-) -> None:
+def check_gemm(a: Tensor, w: Tensor, bias: Tensor | None, rows: RowMap, transpose: bool) -> None:
+    """Raises `ValueError` unless `grouped_gemm` can take these."""
     unit_stride(a, "a")
     dtype, shape = a.dtype, w.shape
     if (dtype not in KERNEL_DTYPES and dtype != torch.float64) or w.dtype != dtype:
@@ -66,12 +49,12 @@ def _check(
             f"w has shape {tuple(shape)}, strides {w.stride()}: must be 3-D, dense along its last dimension and "
             f"have {a.shape[1]} (the width of a) in dimension {1 if transpose else 2}"
         )
-    check_segments(row_start, row_end, shape[0])
-    check_flat(row_index, "row_index", torch.int32)
+    check_segments(rows.row_start, rows.row_end, shape[0])
+    check_flat(rows.row_index, "row_index", torch.int32)
     if bias is not None and (bias.shape != (shape[0], shape[2 if transpose else 1]) or not bias.is_contiguous()):
         raise ValueError(f"bias has shape {tuple(bias.shape)}: must be contiguous, one entry per expert and column")
-    if divisor < 1:
-        raise ValueError(f"index_divisor={divisor}: must be at least 1")
+    if rows.divisor < 1:
+        raise ValueError(f"index_divisor={rows.divisor}: must be at least 1")
 
 
 @op("grouped_gemm")
@@ -105,9 +88,10 @@ def grouped_gemm(
     Raises:
         ValueError: shapes, dtypes or inner strides do not fit together.
     """
-    _check(a, w, bias, row_start, row_end, row_index, index_divisor, transpose_w)
+    rows = RowMap(row_start, row_end, row_index, index_divisor)
+    check_gemm(a, w, bias, rows, transpose_w)
     out = torch.empty(max_rows, w.shape[2 if transpose_w else 1], dtype=a.dtype, device=a.device)
-    _gemm(out, a, w, bias, row_start, row_end, row_index, index_divisor, transpose_w, expected_m)
+    _gemm(out, a, w, bias, rows, transpose_w, expected_m)
     return out
 
 
@@ -131,30 +115,23 @@ def grouped_gemm_into(
     Raises:
         ValueError: as `grouped_gemm`, or `out` does not fit.
     """
-    _check(a, w, bias, row_start, row_end, row_index, index_divisor, transpose_w)
-    _check_into(out, "out", a, w.shape[2 if transpose_w else 1])
-    _gemm(out, a, w, bias, row_start, row_end, row_index, index_divisor, transpose_w, expected_m)
+    rows = RowMap(row_start, row_end, row_index, index_divisor)
+    check_gemm(a, w, bias, rows, transpose_w)
+    check_into(out, "out", a, w.shape[2 if transpose_w else 1])
+    _gemm(out, a, w, bias, rows, transpose_w, expected_m)
 
 
 def _gemm(
-    out: Tensor,
-    a: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    row_start: Tensor,
-    row_end: Tensor,
-    row_index: Tensor | None,
-    index_divisor: int,
-    transpose_w: bool,
-    expected_m: int | None,
+    out: Tensor, a: Tensor, w: Tensor, bias: Tensor | None, rows: RowMap, transpose: bool, expected_m: int | None
 ) -> None:
     if use_triton(a):
-        _launch(a, w, bias, row_start, row_end, row_index, index_divisor, None, out, None, transpose_w, expected_m)
+        _launch(a, w, bias, rows, out, None, transpose, expected_m, Epilogue())
     else:
-        _gemm_twin(out, a, w, bias, row_start, row_end, row_index, index_divisor, transpose_w)
+        _gemm_twin(out, a, w, bias, rows, transpose)
 
 
-def _check_into(t: Tensor, name: str, a: Tensor, width: int, rows: int | None = None) -> None:
+def check_into(t: Tensor, name: str, a: Tensor, width: int, rows: int | None = None) -> None:
+    """Raises `ValueError` unless `t` is a buffer for products of `a`: `[rows, width]`, or any number of rows."""
     fits = t.dim() == 2 and t.shape[1] == width and (rows is None or t.shape[0] == rows)
     if not fits or t.dtype != a.dtype or t.device != a.device or not t.is_contiguous():
         raise ValueError(
@@ -185,25 +162,14 @@ def grouped_gemm_reference(
 ) -> Tensor:
     """The torch twin of `grouped_gemm`, one matmul per expert."""
     out = torch.empty(max_rows, w.shape[2 if transpose_w else 1], dtype=a.dtype, device=a.device)
-    _gemm_twin(out, a, w, bias, row_start, row_end, row_index, index_divisor, transpose_w)
+    _gemm_twin(out, a, w, bias, RowMap(row_start, row_end, row_index, index_divisor), transpose_w)
     return out
 
 
-def _gemm_twin(
-    out: Tensor,
-    a: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    row_start: Tensor,
-    row_end: Tensor,
-    row_index: Tensor | None,
-    index_divisor: int,
-    transpose_w: bool,
-) -> None:
+def _gemm_twin(out: Tensor, a: Tensor, w: Tensor, bias: Tensor | None, rows: RowMap, transpose: bool) -> None:
     wide = _wide(a.dtype)
-    for e, own in segment_slices(row_start, row_end):
-        x = a[own] if row_index is None else a[row_index[own].long() // index_divisor]
-        y = x.to(wide) @ (w[e] if transpose_w else w[e].T).to(wide)
+    for e, own in segment_slices(rows.row_start, rows.row_end):
+        y = rows.of(a, own).to(wide) @ (w[e] if transpose else w[e].T).to(wide)
         out[own] = (y if bias is None else y + bias[e].to(wide)).to(a.dtype)
 
 
@@ -241,11 +207,11 @@ def grouped_gemm_act(
     Raises:
         ValueError: as `grouped_gemm`, an unknown activation, or a `row_scale` that is not flat.
     """
-    gated = _check_act(x, w1, bias1, row_start, row_end, row_index, index_divisor, row_scale, activation, alpha, limit)
+    rows = RowMap(row_start, row_end, row_index, index_divisor, row_scale)
+    epilogue = Epilogue(activation, alpha, limit)
+    gated = check_gemm_act(x, w1, bias1, rows, epilogue)
     act, preact = _empty_act(x, w1, max_rows, gated, save_preact)
-    saved = preact if save_preact else None
-    rows = (row_start, row_end, row_index, index_divisor)
-    _gemm_act(act, saved, x, w1, bias1, *rows, row_scale, activation, alpha, limit, expected_m)
+    _gemm_act(act, preact if save_preact else None, x, w1, bias1, rows, epilogue, expected_m)
     return act, preact
 
 
@@ -274,33 +240,28 @@ def grouped_gemm_act_into(
     Raises:
         ValueError: as `grouped_gemm_act`, or a buffer does not fit.
     """
-    gated = _check_act(x, w1, bias1, row_start, row_end, row_index, index_divisor, row_scale, activation, alpha, limit)
-    _check_into(act, "act", x, w1.shape[1] // (2 if gated else 1))
+    rows = RowMap(row_start, row_end, row_index, index_divisor, row_scale)
+    epilogue = Epilogue(activation, alpha, limit)
+    gated = check_gemm_act(x, w1, bias1, rows, epilogue)
+    check_into(act, "act", x, w1.shape[1] // (2 if gated else 1))
     if preact is not None:
-        _check_into(preact, "preact", x, w1.shape[1], act.shape[0])
-    rows = (row_start, row_end, row_index, index_divisor)
-    _gemm_act(act, preact, x, w1, bias1, *rows, row_scale, activation, alpha, limit, expected_m)
+        check_into(preact, "preact", x, w1.shape[1], act.shape[0])
+    _gemm_act(act, preact, x, w1, bias1, rows, epilogue, expected_m)
 
 
-def _check_act(
-    x: Tensor,
-    w1: Tensor,
-    bias1: Tensor | None,
-    row_start: Tensor,
-    row_end: Tensor,
-    row_index: Tensor | None,
-    index_divisor: int,
-    row_scale: Tensor | None,
-    activation: str,
-    alpha: float,
-    limit: float,
-) -> bool:
-    """Whether the activation is gated, after all arguments were found to fit."""
-    _check(x, w1, bias1, row_start, row_end, row_index, index_divisor, False)
-    check_flat(row_scale, "row_scale", *scale_dtypes(x))
-    gated = is_gated(activation, alpha, limit)
+def check_gemm_act(x: Tensor, w1: Tensor, bias1: Tensor | None, rows: RowMap, epilogue: Epilogue) -> bool:
+    """Whether the activation is gated, after all arguments were found to fit `grouped_gemm_act`.
+
+    Raises:
+        ValueError: they do not.
+    """
+    check_gemm(x, w1, bias1, rows, False)
+    check_flat(rows.row_scale, "row_scale", *scale_dtypes(x))
+    gated = is_gated(*epilogue)
     if gated and w1.shape[1] % 2:
-        raise ValueError(f"w1 has shape {tuple(w1.shape)}: {activation!r} is gated and needs an even number of rows")
+        raise ValueError(
+            f"w1 has shape {tuple(w1.shape)}: {epilogue.activation!r} is gated and needs an even number of rows"
+        )
     return gated
 
 
@@ -310,21 +271,14 @@ def _gemm_act(
     x: Tensor,
     w1: Tensor,
     bias1: Tensor | None,
-    row_start: Tensor,
-    row_end: Tensor,
-    row_index: Tensor | None,
-    index_divisor: int,
-    row_scale: Tensor | None,
-    activation: str,
-    alpha: float,
-    limit: float,
+    rows: RowMap,
+    epilogue: Epilogue,
     expected_m: int | None,
 ) -> None:
-    rows = (row_start, row_end, row_index, index_divisor)
     if use_triton(x):
-        _launch(x, w1, bias1, *rows, row_scale, act, preact, False, expected_m, activation, alpha, limit)
+        _launch(x, w1, bias1, rows, act, preact, False, expected_m, epilogue)
     else:
-        _gemm_act_twin(act, preact, x, w1, bias1, *rows, row_scale, activation, alpha, limit)
+        _gemm_act_twin(act, preact, x, w1, bias1, rows, epilogue)
 
 
 def _empty_act(x: Tensor, w1: Tensor, max_rows: int, gated: bool, save_preact: bool) -> tuple[Tensor, Tensor]:
@@ -369,11 +323,9 @@ def grouped_gemm_act_reference(
     save_preact: bool,
 ) -> tuple[Tensor, Tensor]:
     """The torch twin of `grouped_gemm_act`, one matmul per expert."""
-    gated = is_gated(activation, alpha, limit)
-    act, preact = _empty_act(x, w1, max_rows, gated, save_preact)
-    saved = preact if save_preact else None
-    rows = (row_start, row_end, row_index, index_divisor)
-    _gemm_act_twin(act, saved, x, w1, bias1, *rows, row_scale, activation, alpha, limit)
+    rows = RowMap(row_start, row_end, row_index, index_divisor, row_scale)
+    act, preact = _empty_act(x, w1, max_rows, is_gated(activation, alpha, limit), save_preact)
+    _gemm_act_twin(act, preact if save_preact else None, x, w1, bias1, rows, Epilogue(activation, alpha, limit))
     return act, preact
 
 
@@ -383,22 +335,15 @@ def _gemm_act_twin(
     x: Tensor,
     w1: Tensor,
     bias1: Tensor | None,
-    row_start: Tensor,
-    row_end: Tensor,
-    row_index: Tensor | None,
-    index_divisor: int,
-    row_scale: Tensor | None,
-    activation: str,
-    alpha: float,
-    limit: float,
+    rows: RowMap,
+    epilogue: Epilogue,
 ) -> None:
     wide = _wide(x.dtype)
-    for e, own in segment_slices(row_start, row_end):
-        a = x[own] if row_index is None else x[row_index[own].long() // index_divisor]
-        y = a.to(wide) @ w1[e].T.to(wide)
-        if row_scale is not None:
-            y = y * row_scale[own if row_index is None else row_index[own].long()].to(wide)[:, None]
+    for e, own in segment_slices(rows.row_start, rows.row_end):
+        y = rows.of(x, own).to(wide) @ w1[e].T.to(wide)
+        if (scales := rows.scales(own)) is not None:
+            y = y * scales.to(wide)
         y = y if bias1 is None else y + bias1[e].to(wide)
         if preact is not None:
             preact[own] = y.to(x.dtype)
-        act[own] = apply_activation(y, activation, alpha, limit).to(x.dtype)
+        act[own] = apply_activation(y, *epilogue).to(x.dtype)

@@ -13,12 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epmoe.ops._gemm_few_rows import LINEAR, Chain, launch_plan, plan_few_rows
-from epmoe.ops._segments import standard_segments
+from epmoe.ops._gemm_few_rows import Chain, launch_plan, plan_few_rows
+from epmoe.ops._segments import RowMap, standard_segments
 from epmoe.ops._triton import op, use_triton
-from epmoe.ops.activation import is_gated
+from epmoe.ops.activation import Epilogue, is_gated
 from epmoe.ops.align import align_rows, align_rows_triton, check_routing, check_sizes
-from epmoe.ops.grouped_gemm import _check, _check_act, _check_into, grouped_gemm_act_into, grouped_gemm_into
+from epmoe.ops.grouped_gemm import check_gemm, check_gemm_act, check_into, grouped_gemm_act_into, grouped_gemm_into
 
 
 @op("routed_rows")
@@ -90,9 +90,8 @@ def routed_rows_into(
     contiguous. Returns `slot`."""
     slot = None
     if use_triton(x):
-        slot = _launch_overlapped(
-            y, act, x, w1, b1, w2, b2, topk_ids, expert_map, row_scale, activation, alpha, limit, expected_m
-        )
+        epilogue = Epilogue(activation, alpha, limit)
+        slot = _launch_overlapped(y, act, x, w1, b1, w2, b2, topk_ids, expert_map, row_scale, epilogue, expected_m)
     if slot is None:
         row_index, offsets, slot = align_rows(topk_ids, expert_map, w1.shape[0], y.shape[0])
         rows = standard_segments(offsets)
@@ -114,17 +113,14 @@ def _launch_overlapped(
     topk_ids: Tensor,
     expert_map: Tensor,
     row_scale: Tensor | None,
-    activation: str,
-    alpha: float,
-    limit: float,
+    epilogue: Epilogue,
     expected_m: int | None,
 ) -> Tensor | None:
     """`routed_rows_into` by launches that overlap; None where they can't, and nothing has been done."""
     if x.dim() != 2 or w1.dim() != 3 or w2.dim() != 3:
         return None  # and an error that says so
-    tail = (activation, alpha, limit)
-    first = plan_few_rows(x, w1, y.shape[0], expected_m, False, *tail)
-    second = plan_few_rows(act, w2, y.shape[0], expected_m, False)
+    first = plan_few_rows(x, w1, y.shape[0], expected_m, False, epilogue)
+    second = plan_few_rows(act, w2, y.shape[0], expected_m, False, Epilogue())
     if first is None or second is None or first.split > 1 or second.split > 1:
         return None
     L = w1.shape[0]
@@ -133,14 +129,13 @@ def _launch_overlapped(
     K = topk_ids.shape[1]
     done = torch.empty(L, dtype=torch.int32, device=x.device)
     row_index, offsets, slot = align_rows_triton(topk_ids, expert_map, L, y.shape[0], done)
-    start, end = standard_segments(offsets)
-    _check_act(x, w1, b1, start, end, row_index, K, row_scale, *tail)
-    _check_into(act, "act", x, w2.shape[2])
-    _check(act, w2, b2, start, end, None, 1, False)
-    _check_into(y, "y", x, w2.shape[1], act.shape[0])
-    launch_plan(first, x, w1, b1, start, end, row_index, K, row_scale, act, None, activation, alpha, limit, Chain(done))
-    launch_plan(
-        second, act, w2, b2, start, end, None, 1, None, y, None, LINEAR, 1.0, float("inf"),
-        Chain(done, first.column_tiles, first.constants["BLOCK_T"]),
-    )  # fmt: skip
+    segments = standard_segments(offsets)
+    found, in_place = RowMap(*segments, row_index, K, row_scale), RowMap(*segments)
+    check_gemm_act(x, w1, b1, found, epilogue)
+    check_into(act, "act", x, w2.shape[2])
+    check_gemm(act, w2, b2, in_place, False)
+    check_into(y, "y", x, w2.shape[1], act.shape[0])
+    launch_plan(first, x, w1, b1, found, act, None, epilogue, Chain(done))
+    behind = Chain(done, first.column_tiles, first.constants["BLOCK_T"])
+    launch_plan(second, act, w2, b2, in_place, y, None, Epilogue(), behind)
     return slot

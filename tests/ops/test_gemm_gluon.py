@@ -12,7 +12,8 @@ from epmoe.config import Activation
 from epmoe.ops import _configs, _gemm_gluon
 from epmoe.ops import grouped_gemm as grouped_gemm_module
 from epmoe.ops._gemm_gluon import gluon_plan, launch_gluon
-from epmoe.ops._segments import standard_segments
+from epmoe.ops._segments import RowMap, standard_segments
+from epmoe.ops.activation import Epilogue
 from epmoe.ops.grouped_gemm import grouped_gemm, grouped_gemm_act
 from epmoe.testing import poisoned_empty
 from tests.ops.test_grouped_gemm import case, check_act, check_gemm
@@ -87,8 +88,7 @@ def test_a_gated_tile_takes_gates_and_up_projections_in_turns(known):
 def test_cpu_tensors_are_left_to_others():
     a, w, out = torch.zeros(4, 64), torch.zeros(2, 64, 64), torch.zeros(4, 64)
     bounds = torch.zeros(2, dtype=torch.int32)
-    args = (a, w, None, bounds, bounds, None, 1, None, out, None, False, None, "none", 1.0, math.inf)
-    assert not launch_gluon(*args)
+    assert not launch_gluon(a, w, None, RowMap(bounds, bounds), out, None, False, None, Epilogue())
 
 
 @pytest.mark.gpu
