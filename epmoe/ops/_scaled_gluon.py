@@ -34,8 +34,9 @@ from epmoe.ops._configs import most_row_tiles, num_programs, ragged_rows
 from epmoe.ops._dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from epmoe.ops._scaled_configs import ScaledConfig
 from epmoe.ops._scaled_gluon_tiles import count_tiles, find_tile, next_stage, rounds_of, turn
+from epmoe.ops._segments import RowMap
 from epmoe.ops._triton import cdiv, next_power_of_2
-from epmoe.ops.activation import activate_and_slopes
+from epmoe.ops.activation import Epilogue, activate_and_slopes
 from epmoe.ops.quantize import magnitude_bits, round_scaled, scale_of
 
 
@@ -364,21 +365,15 @@ def launch(
     w: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
-    row_start: Tensor,
-    row_end: Tensor,
-    row_index: Tensor | None,
-    row_scale: Tensor | None,
+    rows: RowMap,
     out: Tensor,
     out_scale: Tensor | None,
-    activation: str,
-    alpha: float,
-    limit: float,
-    gated: bool,
-    divisor: int,
+    epilogue: Epilogue,
     config: ScaledConfig,
 ) -> None:
     """Launches the kernel on operands that `can_take` allows, on the current device."""
     L, n, d = w.shape
+    gated = epilogue.gated
     shape, strides, block = ragged_rows(out.shape[1], [64, 64])
     block_m, ring = config.block_m, SHAPES[config.block_m]
     column_tiles = cdiv(out.shape[1], 128 if gated else 256)
@@ -386,27 +381,27 @@ def launch(
     # where reading weights is all that costs, the next kernel's start is worth having
     dependent = dependent_launch(a.device) if block_m == 64 else {"DEPENDENT": False}
     scaled_gemm_gluon_kernel[(num_programs(a.device, 1, row_tiles * column_tiles),)](
-        a if row_index is not None else descriptor(a, list(a.shape), [a.stride(0), 1], block_m, 128),
+        a if rows.row_index is not None else descriptor(a, list(a.shape), [a.stride(0), 1], block_m, 128),
         a_scale,
         descriptor(w, [L * n, d], [d, 1], 128 if gated else 256, 128),
         w_scale,
         bias,
-        row_start,
-        row_end,
-        row_index,
-        row_scale,
+        rows.row_start,
+        rows.row_end,
+        rows.row_index,
+        rows.row_scale,
         descriptor(out, shape, strides, *block),
         out_scale,
-        alpha,
-        limit,
+        epilogue.alpha,
+        epilogue.limit,
         a.stride(0),
         a_scale.stride(0),
         L=L,
         L_BLOCK=max(32, next_power_of_2(L)),
         N=n,
         D=d,
-        DIVISOR=divisor,
-        ACTIVATION=activation,
+        DIVISOR=rows.divisor,
+        ACTIVATION=epilogue.activation,
         GATED=gated,
         BLOCK_M=block_m,
         GROUP_M=config.group_m,

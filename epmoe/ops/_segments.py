@@ -38,12 +38,12 @@ class RowMap(NamedTuple):
     divisor: int = 1
     row_scale: Tensor | None = None
 
-    def of(self, a: Tensor, own: slice) -> Tensor:
-        """The rows of `a` that a segment's rows `own` come from. For the torch twins."""
-        return a[own] if self.row_index is None else a[self.row_index[own].long() // self.divisor]
+    def at(self, own: slice) -> slice | Tensor:
+        """The rows of an operand that a segment's rows `own` come from. For the torch twins, as the next."""
+        return own if self.row_index is None else self.row_index[own].long() // self.divisor
 
     def scales(self, own: slice) -> Tensor | None:
-        """`[n, 1]`, what multiplies the products of the segment's rows `own`, or None. For the torch twins."""
+        """`[n, 1]`, what multiplies the products of the segment's rows `own`, or None."""
         if self.row_scale is None:
             return None
         return self.row_scale[own if self.row_index is None else self.row_index[own].long()][:, None]

@@ -197,6 +197,15 @@ def check_flat(t: Tensor | None, name: str, *dtypes: torch.dtype) -> None:
         )
 
 
+def check_buffer(t: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, beside: Tensor) -> None:
+    """Raises `ValueError` unless `t` can be written as contiguous `shape` of `dtype` on the device of `beside`."""
+    if tuple(t.shape) != shape or t.dtype != dtype or t.device != beside.device or not t.is_contiguous():
+        raise ValueError(
+            f"{name} is {t.dtype} {tuple(t.shape)} on {t.device} with strides {t.stride()}: must be contiguous {dtype} "
+            f"{shape} on {beside.device}"
+        )
+
+
 def scale_dtypes(rows: Tensor) -> tuple[torch.dtype, ...]:
     """What a scale or router weight beside `rows` may be: float32, and float64 beside float64."""
     return (torch.float32, torch.float64) if rows.dtype == torch.float64 else (torch.float32,)

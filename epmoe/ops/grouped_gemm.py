@@ -15,7 +15,7 @@ from epmoe.ops._gemm_few_rows import launch_few_rows
 from epmoe.ops._gemm_gluon import launch_gluon
 from epmoe.ops._gemm_triton import launch_triton
 from epmoe.ops._segments import RowMap, check_segments, segment_slices
-from epmoe.ops._triton import KERNEL_DTYPES, check_flat, op, scale_dtypes, unit_stride, use_triton
+from epmoe.ops._triton import KERNEL_DTYPES, check_buffer, check_flat, op, scale_dtypes, unit_stride, use_triton
 from epmoe.ops.activation import Epilogue, apply_activation, is_gated
 
 
@@ -117,7 +117,7 @@ def grouped_gemm_into(
     """
     rows = RowMap(row_start, row_end, row_index, index_divisor)
     check_gemm(a, w, bias, rows, transpose_w)
-    check_into(out, "out", a, w.shape[2 if transpose_w else 1])
+    check_buffer(out, "out", (out.shape[0], w.shape[2 if transpose_w else 1]), a.dtype, a)
     _gemm(out, a, w, bias, rows, transpose_w, expected_m)
 
 
@@ -128,16 +128,6 @@ def _gemm(
         _launch(a, w, bias, rows, out, None, transpose, expected_m, Epilogue())
     else:
         _gemm_twin(out, a, w, bias, rows, transpose)
-
-
-def check_into(t: Tensor, name: str, a: Tensor, width: int, rows: int | None = None) -> None:
-    """Raises `ValueError` unless `t` is a buffer for products of `a`: `[rows, width]`, or any number of rows."""
-    fits = t.dim() == 2 and t.shape[1] == width and (rows is None or t.shape[0] == rows)
-    if not fits or t.dtype != a.dtype or t.device != a.device or not t.is_contiguous():
-        raise ValueError(
-            f"{name} is {t.dtype} {tuple(t.shape)} on {t.device} with strides {t.stride()}: must be contiguous, "
-            f"{a.dtype} [{'max_rows' if rows is None else rows}, {width}] on {a.device}"
-        )
 
 
 @grouped_gemm.register_fake
@@ -169,7 +159,7 @@ def grouped_gemm_reference(
 def _gemm_twin(out: Tensor, a: Tensor, w: Tensor, bias: Tensor | None, rows: RowMap, transpose: bool) -> None:
     wide = _wide(a.dtype)
     for e, own in segment_slices(rows.row_start, rows.row_end):
-        y = rows.of(a, own).to(wide) @ (w[e] if transpose else w[e].T).to(wide)
+        y = a[rows.at(own)].to(wide) @ (w[e] if transpose else w[e].T).to(wide)
         out[own] = (y if bias is None else y + bias[e].to(wide)).to(a.dtype)
 
 
@@ -243,9 +233,9 @@ def grouped_gemm_act_into(
     rows = RowMap(row_start, row_end, row_index, index_divisor, row_scale)
     epilogue = Epilogue(activation, alpha, limit)
     gated = check_gemm_act(x, w1, bias1, rows, epilogue)
-    check_into(act, "act", x, w1.shape[1] // (2 if gated else 1))
+    check_buffer(act, "act", (act.shape[0], w1.shape[1] // (2 if gated else 1)), x.dtype, x)
     if preact is not None:
-        check_into(preact, "preact", x, w1.shape[1], act.shape[0])
+        check_buffer(preact, "preact", (act.shape[0], w1.shape[1]), x.dtype, x)
     _gemm_act(act, preact, x, w1, bias1, rows, epilogue, expected_m)
 
 
@@ -340,7 +330,7 @@ def _gemm_act_twin(
 ) -> None:
     wide = _wide(x.dtype)
     for e, own in segment_slices(rows.row_start, rows.row_end):
-        y = rows.of(x, own).to(wide) @ w1[e].T.to(wide)
+        y = x[rows.at(own)].to(wide) @ w1[e].T.to(wide)
         if (scales := rows.scales(own)) is not None:
             y = y * scales.to(wide)
         y = y if bias1 is None else y + bias1[e].to(wide)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from epmoe.ops._configs import expected_rows, most_row_tiles, num_programs
 from epmoe.ops._low_rank_configs import low_rank_config
-from epmoe.ops._segments import check_segments, segment_slices
+from epmoe.ops._segments import RowMap, check_segments, segment_slices
 from epmoe.ops._triton import (
     INTERPRET,
     KERNEL_DTYPES,
@@ -34,9 +34,7 @@ from epmoe.ops._triton import (
     unit_stride,
     use_triton,
 )
-from epmoe.ops.activation import activate_and_slopes, apply_activation, is_gated
-
-PLAIN = "none"  # the activation of `add_low_rank`
+from epmoe.ops.activation import Epilogue, activate_and_slopes, apply_activation, is_gated
 
 
 @jit
@@ -146,36 +144,31 @@ def _launch(
     act: Tensor | None,
     u: Tensor,
     w: Tensor,
-    row_start: Tensor,
-    row_end: Tensor,
-    row_index: Tensor | None,
-    row_scale: Tensor | None,
+    rows: RowMap,
     transpose: bool,
     expected_m: int | None,
-    activation: str = PLAIN,
-    alpha: float = 1.0,
-    limit: float = float("inf"),
+    epilogue: Epilogue,
 ) -> None:
-    (rows, n), (segments, rank) = out.shape, (w.shape[0], u.shape[1])
+    (num_rows, n), (segments, rank) = out.shape, (w.shape[0], u.shape[1])
     if out.numel() == 0 or segments == 0:
         return
-    gated = activation != PLAIN and is_gated(activation, alpha, limit)
-    expected = expected_rows(rows, segments, expected_m)
+    gated = epilogue.gated
+    expected = expected_rows(num_rows, segments, expected_m)
     config = low_rank_config(expected, rank, gated)
-    row_tiles = most_row_tiles(rows, segments, config.block_m, expected_m)
+    row_tiles = most_row_tiles(num_rows, segments, config.block_m, expected_m)
     tiles = row_tiles * cdiv(n // 2 if gated else n, config.block_n)
     with on_device_of(out):
         _add_low_rank_kernel[(num_programs(out.device, config.programs_per_sm, tiles),)](
             u,
             w,
-            row_start,
-            row_end,
-            row_index,
-            row_scale,
+            rows.row_start,
+            rows.row_end,
+            rows.row_index,
+            rows.row_scale,
             out,
             act,
-            alpha,
-            limit,
+            epilogue.alpha,
+            epilogue.limit,
             u.stride(0),
             w.stride(0),
             w.stride(1),
@@ -183,7 +176,7 @@ def _launch(
             S_BLOCK=next_power_of_2(segments),
             N=n,
             R=rank,
-            ACTIVATION=activation,
+            ACTIVATION=epilogue.activation,
             GATED=gated,
             TRANSPOSE=transpose,
             BLOCK_M=config.block_m,
@@ -194,16 +187,7 @@ def _launch(
         )
 
 
-def _check(
-    out: Tensor,
-    u: Tensor,
-    w: Tensor,
-    row_start: Tensor,
-    row_end: Tensor,
-    row_index: Tensor | None,
-    row_scale: Tensor | None,
-    transpose: bool,
-) -> None:
+def _check(out: Tensor, u: Tensor, w: Tensor, rows: RowMap, transpose: bool) -> None:
     dtype, rank = out.dtype, u.shape[-1]
     if (dtype not in KERNEL_DTYPES and dtype != torch.float64) or u.dtype != dtype or w.dtype != dtype:
         raise ValueError(f"out is {dtype}, u {u.dtype}, w {w.dtype}: all must be the same floating dtype")
@@ -218,9 +202,9 @@ def _check(
             f"w has shape {tuple(w.shape)}, strides {w.stride()}: must be [S, {right[0]}, {right[1]}] and dense along "
             "its last dimension"
         )
-    check_segments(row_start, row_end, w.shape[0])
-    check_flat(row_index, "row_index", torch.int32)
-    check_flat(row_scale, "row_scale", *scale_dtypes(out))
+    check_segments(rows.row_start, rows.row_end, w.shape[0])
+    check_flat(rows.row_index, "row_index", torch.int32)
+    check_flat(rows.row_scale, "row_scale", *scale_dtypes(out))
 
 
 @op("add_low_rank", mutates_args=("out",))
@@ -250,9 +234,10 @@ def add_low_rank(
     Raises:
         ValueError: shapes, dtypes or strides are not as above.
     """
-    _check(out, u, w, row_start, row_end, row_index, row_scale, transpose_w)
+    rows = RowMap(row_start, row_end, row_index, row_scale=row_scale)
+    _check(out, u, w, rows, transpose_w)
     if use_triton(out):
-        _launch(out, None, u, w, row_start, row_end, row_index, row_scale, transpose_w, expected_m)
+        _launch(out, None, u, w, rows, transpose_w, expected_m, Epilogue())
     else:
         add_low_rank_reference(out, u, w, row_start, row_end, row_index, row_scale, transpose_w)
 
@@ -273,16 +258,17 @@ def add_low_rank_reference(
     transpose_w: bool,
 ) -> None:
     """The torch twin of `add_low_rank`, one matmul per segment."""
+    rows = RowMap(row_start, row_end, row_index, row_scale=row_scale)
     for s, own in segment_slices(row_start, row_end):
-        out[own] = _sum(out[own], u[own], w[s].t() if transpose_w else w[s], own, row_index, row_scale).to(out.dtype)
+        out[own] = _sum(out[own], u[own], w[s].t() if transpose_w else w[s], rows.scales(own)).to(out.dtype)
 
 
-def _sum(base: Tensor, u: Tensor, w: Tensor, own: slice, row_index: Tensor | None, row_scale: Tensor | None) -> Tensor:
+def _sum(base: Tensor, u: Tensor, w: Tensor, scales: Tensor | None) -> Tensor:
     """base + c · u @ w.T of one segment, in float32 or float64."""
     wide = torch.promote_types(base.dtype, torch.float32)
     delta = u.to(wide) @ w.t().to(wide)
-    if row_scale is not None:
-        delta *= row_scale[own if row_index is None else row_index[own].long()].to(wide)[:, None]
+    if scales is not None:
+        delta *= scales.to(wide)
     return base.to(wide) + delta
 
 
@@ -312,18 +298,19 @@ def add_low_rank_act(
     Raises:
         ValueError: as `add_low_rank`, an unknown activation, or an `act` that does not fit.
     """
-    _check(preact, u, w, row_start, row_end, row_index, row_scale, False)
-    width = preact.shape[1] // (2 if is_gated(activation, alpha, limit) else 1)
+    rows, epilogue = RowMap(row_start, row_end, row_index, row_scale=row_scale), Epilogue(activation, alpha, limit)
+    _check(preact, u, w, rows, False)
+    width = preact.shape[1] // (2 if is_gated(*epilogue) else 1)
     if act.shape != (preact.shape[0], width) or act.dtype != preact.dtype or not act.is_contiguous():
         raise ValueError(
             f"act is {act.dtype} {tuple(act.shape)}: must be contiguous, {preact.dtype} {(preact.shape[0], width)}, "
             f"as preact {tuple(preact.shape)} with {activation!r} asks"
         )
-    rows = (row_start, row_end, row_index, row_scale)
     if use_triton(preact):
-        _launch(preact, act, u, w, *rows, False, expected_m, activation, alpha, limit)
+        _launch(preact, act, u, w, rows, False, expected_m, epilogue)
     else:
-        add_low_rank_act_reference(preact, act, u, w, *rows, activation, alpha, limit)
+        flat = (row_start, row_end, row_index, row_scale)
+        add_low_rank_act_reference(preact, act, u, w, *flat, *epilogue)
 
 
 @add_low_rank_act.register_fake
@@ -345,7 +332,8 @@ def add_low_rank_act_reference(
     limit: float,
 ) -> None:
     """The torch twin of `add_low_rank_act`, one matmul per segment."""
+    rows = RowMap(row_start, row_end, row_index, row_scale=row_scale)
     for s, own in segment_slices(row_start, row_end):
-        total = _sum(preact[own], u[own], w[s], own, row_index, row_scale)
+        total = _sum(preact[own], u[own], w[s], rows.scales(own))
         preact[own] = total.to(preact.dtype)
         act[own] = apply_activation(total, activation, alpha, limit).to(act.dtype)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from epmoe.ops._gemm_few_rows import Chain, launch_plan, plan_few_rows
 from epmoe.ops._segments import RowMap, standard_segments
-from epmoe.ops._triton import op, use_triton
+from epmoe.ops._triton import check_buffer, op, use_triton
 from epmoe.ops.activation import Epilogue, is_gated
 from epmoe.ops.align import align_rows, align_rows_triton, check_routing, check_sizes
-from epmoe.ops.grouped_gemm import check_gemm, check_gemm_act, check_into, grouped_gemm_act_into, grouped_gemm_into
+from epmoe.ops.grouped_gemm import check_gemm, check_gemm_act, grouped_gemm_act_into, grouped_gemm_into
 
 
 @op("routed_rows")
@@ -132,9 +132,9 @@ def _launch_overlapped(
     segments = standard_segments(offsets)
     found, in_place = RowMap(*segments, row_index, K, row_scale), RowMap(*segments)
     check_gemm_act(x, w1, b1, found, epilogue)
-    check_into(act, "act", x, w2.shape[2])
+    check_buffer(act, "act", (y.shape[0], w2.shape[2]), x.dtype, x)
     check_gemm(act, w2, b2, in_place, False)
-    check_into(y, "y", x, w2.shape[1], act.shape[0])
+    check_buffer(y, "y", (y.shape[0], w2.shape[1]), x.dtype, x)
     launch_plan(first, x, w1, b1, found, act, None, epilogue, Chain(done))
     behind = Chain(done, first.column_tiles, first.constants["BLOCK_T"])
     launch_plan(second, act, w2, b2, in_place, y, None, Epilogue(), behind)

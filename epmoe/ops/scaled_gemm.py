@@ -22,41 +22,39 @@ import torch
 from torch import Tensor
 
 from epmoe.ops._configs import expected_rows, most_row_tiles, num_programs, ragged_rows
-from epmoe.ops._scaled_configs import FP8, row_descriptor, runs_gluon, scaled_plan
+from epmoe.ops._scaled_configs import row_descriptor, runs_gluon, scaled_plan
 from epmoe.ops._scaled_triton import scaled_gemm_kernel
-from epmoe.ops._segments import check_segments, segment_slices
+from epmoe.ops._segments import RowMap, check_segments
 from epmoe.ops._triton import TensorDescriptor, cdiv, check_flat, on_device_of, op, unit_stride, use_triton
-from epmoe.ops.activation import apply_activation, is_gated
-from epmoe.ops.quantize import SCALE_BLOCK, quantize_reference, row_format
+from epmoe.ops.activation import Epilogue, is_gated
+from epmoe.ops.quantize import SCALE_BLOCK, row_format
+from epmoe.ops.scaled_gemm_reference import (
+    empty_act,
+    scaled_grouped_gemm_act_reference,
+    scaled_grouped_gemm_reference,
+)
 
-LINEAR = "none"  # the activation of a plain scaled_grouped_gemm
 SCALED_SCHEMES = ("fp8_block", "fp8_row", "int8_row")
 
 
-def _launch(
+def launch_scaled(
     a: Tensor,
     a_scale: Tensor,
     w: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
-    row_start: Tensor,
-    row_end: Tensor,
-    row_index: Tensor | None,
-    index_divisor: int,
-    row_scale: Tensor | None,
+    rows: RowMap,
     out: Tensor,
     out_scale: Tensor | None,
     scheme: str,
     expected_m: int | None,
-    activation: str = LINEAR,
-    alpha: float = 1.0,
-    limit: float = float("inf"),
+    epilogue: Epilogue,
 ) -> None:
     shape, strides, max_rows = w.shape, w.stride(), out.shape[0]
     L = shape[0]
     if out.numel() == 0 or L == 0:
         return
-    gated = activation != LINEAR and is_gated(activation, alpha, limit)
+    gated = epilogue.gated
     expected = expected_rows(max_rows, L, expected_m)
     plan = scaled_plan(
         a.device,
@@ -66,21 +64,19 @@ def _launch(
         w.data_ptr() % 16 == 0,
         a.data_ptr() % 16 == 0 and a.stride(0) % 16 == 0,
         expected,
-        row_index is not None,
-        index_divisor,
-        activation,
+        rows.row_index is not None,
+        rows.divisor,
+        epilogue.activation,
         gated,
         out.dtype,
     )
     config = plan.config
-    rows = (row_start, row_end, row_index, row_scale)
     with on_device_of(a):
         if config.gluon and runs_gluon(a.device):
             from epmoe.ops import _scaled_gluon as gluon
 
             if gluon.can_take(a, w, out, gated, out_scale is not None, config):
-                operands = (a, a_scale, w, w_scale, bias, *rows, out, out_scale)
-                gluon.launch(*operands, activation, alpha, limit, gated, index_divisor, config)
+                gluon.launch(a, a_scale, w, w_scale, bias, rows, out, out_scale, epilogue, config)
                 return
         row_tiles = most_row_tiles(max_rows, L, config.block_m, expected_m)
         target: Any = out
@@ -92,11 +88,14 @@ def _launch(
             w if plan.w_descriptor is None else TensorDescriptor(w, *plan.w_descriptor),
             w_scale,
             bias,
-            *rows,
+            rows.row_start,
+            rows.row_end,
+            rows.row_index,
+            rows.row_scale,
             target,
             out_scale,
-            alpha,
-            limit,
+            epilogue.alpha,
+            epilogue.limit,
             a.stride(0),
             a_scale.stride(0),
             strides[0],
@@ -105,19 +104,17 @@ def _launch(
         )
 
 
-def _check(
+def check_scaled(
     a: Tensor,
     a_scale: Tensor,
     w: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
-    row_start: Tensor,
-    row_end: Tensor,
-    row_index: Tensor | None,
-    divisor: int,
+    rows: RowMap,
     scheme: str,
     out_dtype: torch.dtype,
 ) -> None:
+    """Raises `ValueError` unless `scaled_grouped_gemm` can take these."""
     if scheme not in SCALED_SCHEMES:
         raise ValueError(f"scheme={scheme!r}: must be " + " or ".join(SCALED_SCHEMES))
     dtype = row_format(scheme).dtype
@@ -141,12 +138,12 @@ def _check(
             f"w_scale is {w_scale.dtype} {tuple(w_scale.shape)} with strides {w_scale.stride()}: must be contiguous "
             f"float32 {right} for {scheme!r}"
         )
-    check_segments(row_start, row_end, L)
-    check_flat(row_index, "row_index", torch.int32)
+    check_segments(rows.row_start, rows.row_end, L)
+    check_flat(rows.row_index, "row_index", torch.int32)
     if bias is not None and (bias.shape != (L, n) or not bias.is_contiguous() or not bias.is_floating_point()):
         raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)}: must be contiguous, floating and {(L, n)}")
-    if divisor < 1:
-        raise ValueError(f"index_divisor={divisor}: must be at least 1")
+    if rows.divisor < 1:
+        raise ValueError(f"index_divisor={rows.divisor}: must be at least 1")
     if out_dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"out_dtype={out_dtype}: must be torch.bfloat16 or torch.float16")
 
@@ -188,12 +185,12 @@ def scaled_grouped_gemm(
     Raises:
         ValueError: shapes, dtypes or inner strides do not fit together.
     """
-    _check(a, a_scale, w, w_scale, bias, row_start, row_end, row_index, index_divisor, scheme, out_dtype)
-    rows = (row_start, row_end, row_index, index_divisor)
+    rows = RowMap(row_start, row_end, row_index, index_divisor)
+    check_scaled(a, a_scale, w, w_scale, bias, rows, scheme, out_dtype)
     if not use_triton(a):
-        return scaled_grouped_gemm_reference(a, a_scale, w, w_scale, bias, *rows, max_rows, scheme, out_dtype)
+        return scaled_grouped_gemm_reference(a, a_scale, w, w_scale, bias, rows, max_rows, scheme, out_dtype)
     out = a.new_empty(max_rows, w.shape[1], dtype=out_dtype)
-    _launch(a, a_scale, w, w_scale, bias, *rows, None, out, None, scheme, expected_m)
+    launch_scaled(a, a_scale, w, w_scale, bias, rows, out, None, scheme, expected_m, Epilogue())
     return out
 
 
@@ -202,52 +199,6 @@ def _(
     a, a_scale, w, w_scale, bias, row_start, row_end, row_index, index_divisor, max_rows, scheme, out_dtype, *_, **__
 ):
     return a.new_empty(max_rows, w.shape[1], dtype=out_dtype)
-
-
-def _multiply(
-    a: Tensor,
-    a_scale: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    e: int,
-    rows: slice | Tensor,
-    scheme: str,
-    precise: torch.dtype,
-) -> Tensor:
-    """Rows `rows` of a times expert e's weights, both scaled back first."""
-    # fp8 has no kernel for indexing everywhere: bytes do
-    x, xs = a.view(torch.uint8)[rows].view(a.dtype).to(precise), a_scale[rows].to(precise)
-    y, ys = w[e].to(precise), w_scale[e].to(precise)
-    if scheme == "fp8_block":
-        xs = xs.repeat_interleave(SCALE_BLOCK, 1)[:, : x.shape[1]]
-        ys = ys.repeat_interleave(SCALE_BLOCK, 0)[: y.shape[0]].repeat_interleave(SCALE_BLOCK, 1)[:, : y.shape[1]]
-    else:
-        ys = ys[:, None]
-    return (x * xs) @ (y * ys).T
-
-
-def scaled_grouped_gemm_reference(
-    a: Tensor,
-    a_scale: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    row_start: Tensor,
-    row_end: Tensor,
-    row_index: Tensor | None,
-    index_divisor: int,
-    max_rows: int,
-    scheme: str,
-    out_dtype: torch.dtype,
-    precise: torch.dtype = torch.float32,
-) -> Tensor:
-    """The torch twin of `scaled_grouped_gemm`, one matmul per expert in `precise`; `out_dtype` may be float64 too."""
-    out = torch.empty(max_rows, w.shape[1], dtype=out_dtype, device=a.device)
-    for e, own in segment_slices(row_start, row_end):
-        rows = own if row_index is None else row_index[own].long() // index_divisor
-        y = _multiply(a, a_scale, w, w_scale, e, rows, scheme, precise)
-        out[own] = (y if bias is None else y + bias[e].to(precise)).to(out_dtype)
-    return out
 
 
 @op("scaled_grouped_gemm_act")
@@ -292,28 +243,31 @@ def scaled_grouped_gemm_act(
         ValueError: as `scaled_grouped_gemm`, an unknown activation, a `row_scale` that is not flat, or `requantize`
             with another scheme.
     """
-    _check(x, x_scale, w1, w1_scale, bias1, row_start, row_end, row_index, index_divisor, scheme, out_dtype)
-    rows = (row_start, row_end, row_index, index_divisor)
-    act = (activation, alpha, limit)
-    gated = _check_act(w1, row_scale, *act, scheme, requantize)
+    rows = RowMap(row_start, row_end, row_index, index_divisor, row_scale)
+    epilogue = Epilogue(activation, alpha, limit)
+    check_scaled(x, x_scale, w1, w1_scale, bias1, rows, scheme, out_dtype)
+    gated = check_scaled_act(w1, rows, epilogue, scheme, requantize)
     if not use_triton(x):
-        return scaled_grouped_gemm_act_reference(
-            x, x_scale, w1, w1_scale, bias1, *rows, max_rows, row_scale, *act, scheme, out_dtype, requantize
-        )
-    out, scale = _empty_act(x, w1, max_rows, gated, out_dtype, requantize)
+        operands = (x, x_scale, w1, w1_scale, bias1, rows)
+        return scaled_grouped_gemm_act_reference(*operands, max_rows, epilogue, scheme, out_dtype, requantize)
+    out, scale = empty_act(x, w1, max_rows, gated, out_dtype, requantize)
     out_scale = scale if requantize else None
-    _launch(x, x_scale, w1, w1_scale, bias1, *rows, row_scale, out, out_scale, scheme, expected_m, *act)
+    launch_scaled(x, x_scale, w1, w1_scale, bias1, rows, out, out_scale, scheme, expected_m, epilogue)
     return out, scale
 
 
-def _check_act(
-    w1: Tensor, row_scale: Tensor | None, activation: str, alpha: float, limit: float, scheme: str, requantize: bool
-) -> bool:
-    """Whether the activation is gated, after what `_check` leaves was found to fit."""
-    check_flat(row_scale, "row_scale", torch.float32)
-    gated = is_gated(activation, alpha, limit)
+def check_scaled_act(w1: Tensor, rows: RowMap, epilogue: Epilogue, scheme: str, requantize: bool) -> bool:
+    """Whether the activation is gated, after what `check_scaled` leaves was found to fit.
+
+    Raises:
+        ValueError: it does not.
+    """
+    check_flat(rows.row_scale, "row_scale", torch.float32)
+    gated = is_gated(*epilogue)
     if gated and w1.shape[1] % 2:
-        raise ValueError(f"w1 has shape {tuple(w1.shape)}: {activation!r} is gated and needs an even number of rows")
+        raise ValueError(
+            f"w1 has shape {tuple(w1.shape)}: {epilogue.activation!r} is gated and needs an even number of rows"
+        )
     if requantize and scheme != "fp8_block":
         raise ValueError(
             f"requantize=True with scheme={scheme!r}: must be 'fp8_block', or quantize the result in a pass of its own"
@@ -321,55 +275,9 @@ def _check_act(
     return gated
 
 
-def _empty_act(
-    x: Tensor, w1: Tensor, max_rows: int, gated: bool, out_dtype: torch.dtype, requantize: bool
-) -> tuple[Tensor, Tensor]:
-    width = w1.shape[1] // (2 if gated else 1)
-    act = x.new_empty(max_rows, width, dtype=FP8 if requantize else out_dtype)
-    scale = (max_rows, cdiv(width, SCALE_BLOCK)) if requantize else (0,)
-    return act, x.new_empty(scale, dtype=torch.float32)
-
-
 @scaled_grouped_gemm_act.register_fake
 def _(
     x, x_scale, w1, w1_scale, bias1, row_start, row_end, row_index, index_divisor, max_rows, row_scale, activation,
     alpha, limit, scheme, out_dtype, requantize, expected_m=None,
 ):  # fmt: skip
-    return _empty_act(x, w1, max_rows, is_gated(activation, alpha, limit), out_dtype, requantize)
-
-
-def scaled_grouped_gemm_act_reference(
-    x: Tensor,
-    x_scale: Tensor,
-    w1: Tensor,
-    w1_scale: Tensor,
-    bias1: Tensor | None,
-    row_start: Tensor,
-    row_end: Tensor,
-    row_index: Tensor | None,
-    index_divisor: int,
-    max_rows: int,
-    row_scale: Tensor | None,
-    activation: str,
-    alpha: float,
-    limit: float,
-    scheme: str,
-    out_dtype: torch.dtype,
-    requantize: bool,
-    precise: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor]:
-    """The torch twin of `scaled_grouped_gemm_act`, one matmul per expert in `precise`."""
-    out, scale = _empty_act(x, w1, max_rows, is_gated(activation, alpha, limit), out_dtype, requantize)
-    for e, own in segment_slices(row_start, row_end):
-        rows = own if row_index is None else row_index[own].long() // index_divisor
-        y = _multiply(x, x_scale, w1, w1_scale, e, rows, scheme, precise)
-        if row_scale is not None:
-            y = y * row_scale[own if row_index is None else row_index[own].long()].to(precise)[:, None]
-        y = y if bias1 is None else y + bias1[e].to(precise)
-        y = apply_activation(y, activation, alpha, limit)
-        if requantize:
-            values, scale[own] = quantize_reference(y, scheme)
-            out.view(torch.uint8)[own] = values.view(torch.uint8)
-        else:
-            out[own] = y.to(out_dtype)
-    return out, scale
+    return empty_act(x, w1, max_rows, is_gated(activation, alpha, limit), out_dtype, requantize)

@@ -9,16 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epmoe.ops._triton import cdiv, use_triton
-from epmoe.ops.activation import is_gated
+from epmoe.ops._segments import RowMap
+from epmoe.ops._triton import cdiv, check_buffer, use_triton
+from epmoe.ops.activation import Epilogue
 from epmoe.ops.quantize import SCALE_BLOCK
-from epmoe.ops.scaled_gemm import (
-    _check,
-    _check_act,
-    _launch,
-    scaled_grouped_gemm_act_reference,
-    scaled_grouped_gemm_reference,
-)
+from epmoe.ops.scaled_gemm import check_scaled, check_scaled_act, launch_scaled
+from epmoe.ops.scaled_gemm_reference import scaled_grouped_gemm_act_reference, scaled_grouped_gemm_reference
 
 
 def scaled_grouped_gemm_into(
@@ -43,13 +39,13 @@ def scaled_grouped_gemm_into(
     Raises:
         ValueError: as there, or `out` does not fit.
     """
-    rows = (row_start, row_end, row_index, index_divisor)
-    _check(a, a_scale, w, w_scale, bias, *rows, scheme, out.dtype)
-    _check_into("out", out, a, (out.shape[0], w.shape[1]), out.dtype)
+    rows = RowMap(row_start, row_end, row_index, index_divisor)
+    check_scaled(a, a_scale, w, w_scale, bias, rows, scheme, out.dtype)
+    check_buffer(out, "out", (out.shape[0], w.shape[1]), out.dtype, a)
     if use_triton(a):
-        _launch(a, a_scale, w, w_scale, bias, *rows, None, out, None, scheme, expected_m)
+        launch_scaled(a, a_scale, w, w_scale, bias, rows, out, None, scheme, expected_m, Epilogue())
     else:
-        out.copy_(scaled_grouped_gemm_reference(a, a_scale, w, w_scale, bias, *rows, out.shape[0], scheme, out.dtype))
+        out.copy_(scaled_grouped_gemm_reference(a, a_scale, w, w_scale, bias, rows, out.shape[0], scheme, out.dtype))
 
 
 def scaled_grouped_gemm_act_into(
@@ -81,28 +77,19 @@ def scaled_grouped_gemm_act_into(
     Raises:
         ValueError: as there, or a buffer does not fit.
     """
-    rows, activated = (row_start, row_end, row_index, index_divisor), (activation, alpha, limit)
-    requantize = act_scale is not None
-    _check(x, x_scale, w1, w1_scale, bias1, *rows, scheme, out_dtype)
-    _check_act(w1, row_scale, *activated, scheme, requantize)
-    width = w1.shape[1] // (2 if is_gated(*activated) else 1)
-    _check_into("act", act, x, (act.shape[0], width), torch.float8_e4m3fn if requantize else out_dtype)
+    rows = RowMap(row_start, row_end, row_index, index_divisor, row_scale)
+    epilogue, requantize = Epilogue(activation, alpha, limit), act_scale is not None
+    check_scaled(x, x_scale, w1, w1_scale, bias1, rows, scheme, out_dtype)
+    gated = check_scaled_act(w1, rows, epilogue, scheme, requantize)
+    max_rows, width = act.shape[0], w1.shape[1] // (2 if gated else 1)
+    check_buffer(act, "act", (max_rows, width), torch.float8_e4m3fn if requantize else out_dtype, x)
     if act_scale is not None:
-        _check_into("act_scale", act_scale, x, (act.shape[0], cdiv(width, SCALE_BLOCK)), torch.float32)
+        check_buffer(act_scale, "act_scale", (max_rows, cdiv(width, SCALE_BLOCK)), torch.float32, x)
     if use_triton(x):
-        _launch(x, x_scale, w1, w1_scale, bias1, *rows, row_scale, act, act_scale, scheme, expected_m, *activated)
+        launch_scaled(x, x_scale, w1, w1_scale, bias1, rows, act, act_scale, scheme, expected_m, epilogue)
         return
-    values, scale = scaled_grouped_gemm_act_reference(
-        x, x_scale, w1, w1_scale, bias1, *rows, act.shape[0], row_scale, *activated, scheme, out_dtype, requantize
-    )
+    operands = (x, x_scale, w1, w1_scale, bias1, rows)
+    values, scale = scaled_grouped_gemm_act_reference(*operands, max_rows, epilogue, scheme, out_dtype, requantize)
     act.copy_(values)
     if act_scale is not None:
         act_scale.copy_(scale)
-
-
-def _check_into(name: str, t: Tensor, beside: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tuple(t.shape) != shape or t.dtype != dtype or t.device != beside.device or not t.is_contiguous():
-        raise ValueError(
-            f"{name} is {t.dtype} {tuple(t.shape)} on {t.device} with strides {t.stride()}: must be contiguous {dtype} "
-            f"{shape} on {beside.device}"
-        )

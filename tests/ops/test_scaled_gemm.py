@@ -13,17 +13,13 @@ from torch import Tensor
 from epmoe.config import ACTIVATIONS, Activation
 from epmoe.ops import _scaled_configs, _triton
 from epmoe.ops._scaled_configs import ScaledConfig
-from epmoe.ops._segments import batched_segments, standard_segments
+from epmoe.ops._segments import RowMap, batched_segments, standard_segments
 from epmoe.ops._triton import INTERPRET
+from epmoe.ops.activation import Epilogue
 from epmoe.ops.quantize import quantize_reference
 from epmoe.ops.quantize_blocks import quantize_blocks_reference
-from epmoe.ops.scaled_gemm import (
-    SCALED_SCHEMES,
-    scaled_grouped_gemm,
-    scaled_grouped_gemm_act,
-    scaled_grouped_gemm_act_reference,
-    scaled_grouped_gemm_reference,
-)
+from epmoe.ops.scaled_gemm import SCALED_SCHEMES, scaled_grouped_gemm, scaled_grouped_gemm_act
+from epmoe.ops.scaled_gemm_reference import scaled_grouped_gemm_act_reference, scaled_grouped_gemm_reference
 from epmoe.quant import QuantizedWeights
 from epmoe.testing import poisoned_empty
 from tests import naive
@@ -124,6 +120,7 @@ def case(
     c.segments = tuple(t.to(device) for t in segments)
     c.operands = (c.a, c.a_scale, c.w, c.w_scale)
     c.rows = (*c.segments, c.index, divisor, max_rows)
+    c.sources = (RowMap(*c.segments, c.index, divisor), max_rows)  # the same for the twins
     return c
 
 
@@ -136,12 +133,21 @@ def row_error(got: Tensor, want: Tensor) -> float:
     return (error / norms.clamp_min(1e-30)).nan_to_num(math.inf).max().item()  # a row not written is wrong
 
 
+def act_twin(
+    c: SimpleNamespace, act: Activation, bias: Tensor | None, scale: Tensor | None, out: torch.dtype, requantize: bool
+) -> tuple[Tensor, Tensor]:
+    rows, epilogue = c.sources[0]._replace(row_scale=scale), Epilogue(act.name, act.alpha, act.limit)
+    return scaled_grouped_gemm_act_reference(
+        *c.operands, bias, rows, c.max_rows, epilogue, c.scheme, out, requantize, precise=torch.float64
+    )
+
+
 def check_gemm(c: SimpleNamespace, bias: bool = False, out: torch.dtype = torch.bfloat16, **options: object) -> Tensor:
     b = c.bias if bias else None
     with poisoned_empty():
         got = scaled_grouped_gemm(*c.operands, b, *c.rows, c.scheme, out, **options)
     double = torch.float64
-    want = scaled_grouped_gemm_reference(*c.operands, b, *c.rows, c.scheme, double, precise=double)
+    want = scaled_grouped_gemm_reference(*c.operands, b, *c.sources, c.scheme, double, precise=double)
     assert got.shape == want.shape and got.dtype == out
     assert row_error(got[c.owned], want[c.owned]) < ROW_ERROR[c.a.device.type][out]
     assert got[c.padding].isnan().all(), "a row of no expert was written"
@@ -154,7 +160,7 @@ def check_act(c: SimpleNamespace, act: Activation, requantize: bool, bias: bool 
     with poisoned_empty():
         got, got_scale = scaled_grouped_gemm_act(*c.operands, b, *c.rows, *tail, torch.bfloat16, requantize)
     double = torch.float64
-    want, _ = scaled_grouped_gemm_act_reference(*c.operands, b, *c.rows, *tail, double, False, precise=double)
+    want, _ = act_twin(c, act, b, s, double, False)
     want = want[c.owned]
     if not requantize:
         assert got_scale.shape == (0,) and got.dtype == torch.bfloat16
@@ -188,8 +194,9 @@ def test_inputs_for_a_gpu_are_made_without_a_kernel_on_cpu(scheme, seed, monkeyp
 @pytest.mark.parametrize("scheme", SCALED_SCHEMES)
 def test_twin_is_a_dot_product_of_scaled_numbers_per_row_and_column(scheme, layout, seed):
     c = case([2, 0, 3], 150, 140, scheme, "cpu", seed, layout)
+    double = torch.float64
     with poisoned_empty():
-        got = scaled_grouped_gemm_reference(*c.operands, c.bias, *c.rows, scheme, torch.float64, precise=torch.float64)
+        got = scaled_grouped_gemm_reference(*c.operands, c.bias, *c.sources, scheme, double, precise=double)
     block = scheme == "fp8_block"
     for n, source, e in zip(c.owned.tolist(), c.source.tolist(), c.expert.tolist(), strict=True):
         for column in (0, 127, 128, 149):
@@ -205,7 +212,7 @@ def test_twin_is_a_dot_product_of_scaled_numbers_per_row_and_column(scheme, layo
 @pytest.mark.parametrize("scheme", SCALED_SCHEMES)
 def test_twin_is_near_the_product_before_rounding_to_fp8(scheme, seed):
     c = case([5, 0, 9], 192, 320, scheme, "cpu", seed)
-    got = scaled_grouped_gemm_reference(*c.operands, None, *c.rows, scheme, torch.float64, precise=torch.float64)
+    got = scaled_grouped_gemm_reference(*c.operands, None, *c.sources, scheme, torch.float64, precise=torch.float64)
     want = torch.stack([c.raw_w[e].double() @ c.x[s].double() for s, e in zip(c.source, c.expert, strict=True)])
     assert row_error(got[c.owned], want) < UNQUANTIZED
 
@@ -213,17 +220,14 @@ def test_twin_is_near_the_product_before_rounding_to_fp8(scheme, seed):
 @pytest.mark.parametrize("scheme", SCALED_SCHEMES)
 def test_twin_scales_before_the_bias_and_the_activation_and_quantizes_after(scheme, seed):
     c = case([2, 3], 12, 20, scheme, "cpu", seed)
-    tail = (c.row_scale, "swiglu", 1.0, math.inf, scheme)
     double = torch.float64
-    act, _ = scaled_grouped_gemm_act_reference(*c.operands, c.bias, *c.rows, *tail, double, False, precise=double)
-    plain = scaled_grouped_gemm_reference(*c.operands, None, *c.rows, scheme, double, precise=double)
+    act, _ = act_twin(c, Activation("swiglu"), c.bias, c.row_scale, double, False)
+    plain = scaled_grouped_gemm_reference(*c.operands, None, *c.sources, scheme, double, precise=double)
     for n, e in zip(c.owned.tolist(), c.expert.tolist(), strict=True):
         z = plain[n] * c.row_scale[int(c.index[n])].double() + c.bias[e].double()
         torch.testing.assert_close(act[n], naive.activation(z, "swiglu", 1.0, math.inf))
     if scheme == "fp8_block":
-        values, scales = scaled_grouped_gemm_act_reference(
-            *c.operands, c.bias, *c.rows, *tail, torch.bfloat16, True, precise=double
-        )
+        values, scales = act_twin(c, Activation("swiglu"), c.bias, c.row_scale, torch.bfloat16, True)
         want, want_scales = quantize_reference(act[c.owned], scheme)
         assert torch.equal(values.view(torch.uint8)[c.owned], want.view(torch.uint8))
         assert torch.equal(scales[c.owned], want_scales)
