@@ -29,6 +29,11 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
 
 import pytest  # noqa: E402
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from epmoe.testing import quicken_interpreter
+
+    quicken_interpreter()
+
 torch.set_num_threads(1)
 
 _GPUS_NEEDED = {"gpu": 1, "gpu2": 2}

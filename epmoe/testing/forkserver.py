@@ -22,6 +22,8 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 
+from epmoe.testing.interpreter import quicken_interpreter
+
 STATUS = struct.Struct("q")
 # torch._dynamo is what the first call of any torch.library.custom_op imports, triton with it.
 _PRELOAD = ("torch.distributed", "torch._dynamo", "epmoe")
@@ -128,6 +130,8 @@ def serve(request_fd: int, modules: Sequence[str]) -> None:
     """The server: import `modules`, then fork a rank per request until the other side of `request_fd` closes."""
     for name in modules:
         importlib.import_module(name)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        quicken_interpreter()
     gc.collect()
     gc.freeze()
     requests = socket.socket(fileno=request_fd)

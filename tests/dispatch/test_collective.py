@@ -241,13 +241,12 @@ def one_rank_lags(rank: int, world: int, name: str, how: str) -> None:
             import os
 
             os._exit(7)
-        time.sleep(20)
-        return
+        return  # it stays, and takes no part
     started = time.monotonic()
     try:
         d.dispatch(x, ids, weights)
     except PeerError as error:
-        assert time.monotonic() - started < 8, "long after the deadline"
+        assert time.monotonic() - started < 20, "not at the deadline of 2 s: that of the process group is 50"
         raise RuntimeError(f"as it should: {error}") from error
     raise AssertionError("no error")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, LAST = 30, 8
+STEPS = 30
 
 
 def curve(out: Path, text: Path, seed: int, dispatch: str | None) -> list[float]:
@@ -27,7 +27,8 @@ def test_fp8_dispatch_learns_as_wide_rows_do(tmp_path: Path, seed: int, monkeypa
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n * (seed % 97 + 3) % 1009}: the quick brown fox jumped over it.\n" for n in range(400)))
     wide, narrow = (curve(tmp_path / str(scheme), text, seed % 1000, scheme) for scheme in (None, "fp8_block"))
-    ends = [sum(run[-LAST:]) / LAST for run in (wide, narrow)]
-    assert ends[0] < 0.75 * wide[0], "nothing was learned"
-    assert abs(ends[1] - ends[0]) < 0.02 * ends[0], ends  # other batches move it by ten percent
+    assert sum(wide[-8:]) / 8 < 0.75 * wide[0], "nothing was learned"
+    # Over most of the curve: at its end the loss is a tenth of what it was, and relative differences of that are noise.
+    means = [sum(run[-20:]) / 20 for run in (wide, narrow)]
+    assert abs(means[1] - means[0]) < 0.02 * means[0], means  # other batches move it by ten percent
     assert narrow != wide, "nothing was quantized"

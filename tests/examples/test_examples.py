@@ -1,39 +1,16 @@
-"""Each example as a user starts it, in processes of its own with tiny settings."""
+"""Each example from its command line, in processes of its own with tiny settings."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.examples.starting import ROOT, start, succeed
+
 TINY = "--hidden 16 --intermediate 16 --layers 2 --experts 4 --context 32 --global-batch 2 --eval-bytes 64 --steps 6"
-
-
-def start(script: str, ranks: int, *args: str) -> subprocess.CompletedProcess[str]:
-    """Runs examples/`script` on CPU ranks: plainly on one, by torchrun on several."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-        "OMP_NUM_THREADS": "1",
-        "COLUMNS": "200",
-    }
-    command = [sys.executable, *(launcher if ranks > 1 else []), str(ROOT / "examples" / script), *args]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
-
-
-def succeed(script: str, ranks: int, *args: str) -> str:
-    ended = start(script, ranks, *args)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
 
 
 def curve(out: Path) -> list[float]:

@@ -1,0 +1,110 @@
+"""Triton's interpreter without the work it throws away: more than half the time of a kernel that runs on CPU.
+
+Nothing that a kernel computes changes. Whoever runs many kernels with `TRITON_INTERPRET=1` calls
+`quicken_interpreter()` once; ranks of `run_ranks` have it done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from types import FunctionType
+from typing import Any
+
+
+def quicken_interpreter() -> None:
+    """Changes the interpreter of this process for good; what this Triton has in another form stays as it is.
+
+    - A launch looks through all of `triton.language` for functions to replace, and each call of a device function does
+      again; here their names are looked up once, and a device function finds them replaced.
+    - Sums and products of integers are computed again in int64 for an overflow check whose verdict is read only under
+      `debug`, which the interpreter never sets; here they aren't.
+    - The table from Triton's dtypes to numpy's is made anew at each use; here its answers are kept.
+    """
+    from triton.runtime import interpreter
+
+    def takes(name: str, *parameters: str) -> bool:
+        found = getattr(interpreter, name, None)
+        return isinstance(found, FunctionType) and tuple(inspect.signature(found).parameters) == parameters
+
+    core = interpreter.tl.core
+    if takes("_patch_builtin", "pkg", "builder", "scope") and takes(
+        "_patch_attr", "obj", "name", "member", "builder", "scope"
+    ):
+        interpreter._patch_builtin = _NamesOnce(core.is_builtin, interpreter._patch_attr)
+    if takes("_patch_lang", "fn") and hasattr(getattr(interpreter, "_LangPatchScope", None), "restore"):
+        interpreter._patch_lang = _PatchedOnce(interpreter._patch_lang, (interpreter.tl, core))
+    if takes("_get_np_dtype", "tt_dtype"):
+        interpreter._get_np_dtype = _DtypesOnce(interpreter._get_np_dtype)
+
+    options: Any = getattr(interpreter.interpreter_builder, "options", None)
+    if getattr(options, "debug", None) is False and hasattr(options, "sanitize_overflow"):
+        interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+
+
+class _NamesOnce:
+    """The interpreter's `_patch_builtin`; the names of each module or class are looked for at its first time."""
+
+    def __init__(self, is_builtin: Any, patch_attr: Any) -> None:
+        self.is_builtin, self.patch_attr = is_builtin, patch_attr
+        self.names: dict[Any, list[str]] = {}
+
+    def __call__(self, pkg: Any, builder: Any, scope: Any) -> None:
+        names = self.names.get(pkg)
+        if names is None:
+            # A module or class is met here before any of its functions is replaced, since only this replaces them.
+            names = [name for name, member in inspect.getmembers(pkg) if self.is_builtin(member)]
+            self.names[pkg] = names
+        for name in names:
+            member = getattr(pkg, name)
+            if self.is_builtin(member):
+                self.patch_attr(pkg, name, member, builder, scope)
+
+
+class _PatchedOnce:
+    """The interpreter's `_patch_lang`. A launch calls it and restores what it changed at its end; a device function
+    calls it too, restores nothing, and is spared it where the modules it sees were replaced before."""
+
+    def __init__(self, patch_lang: Any, modules: tuple[Any, ...]) -> None:
+        self.patch_lang, self.modules = patch_lang, modules
+        self.seen: dict[Any, frozenset[int]] = {}
+        self.launch: frozenset[int] = frozenset()  # replaced until the launch ends
+        self.kept: frozenset[int] = frozenset()  # replaced for good
+
+    def __call__(self, fn: Any) -> Any:
+        seen = self.seen.get(fn)
+        if seen is None:
+            seen = self.seen[fn] = frozenset(
+                n for n, module in enumerate(self.modules) if any(v is module for v in fn.__globals__.values())
+            )
+        if not self.launch:
+            scope = self.patch_lang(fn)
+            self.launch = seen
+            return _Launch(self, scope)
+        if not seen <= self.launch | self.kept:
+            self.patch_lang(fn)
+            self.kept |= seen - self.launch
+        return None
+
+
+class _Launch:
+    def __init__(self, patched: _PatchedOnce, scope: Any) -> None:
+        self.patched, self.scope = patched, scope
+
+    def restore(self) -> None:
+        self.patched.launch = frozenset()
+        self.scope.restore()
+
+
+class _DtypesOnce:
+    """The interpreter's `_get_np_dtype`, asked once for each name: types of pointers and blocks can't be hashed."""
+
+    def __init__(self, numpy_dtype: Any) -> None:
+        self.numpy_dtype = numpy_dtype
+        self.known: dict[str, Any] = {}
+
+    def __call__(self, dtype: Any) -> Any:
+        found = self.known.get(dtype.name)
+        if found is None:
+            found = self.known[dtype.name] = self.numpy_dtype(dtype)
+        return found
