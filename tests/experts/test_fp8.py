@@ -11,7 +11,6 @@ from torch import Tensor
 
 from epmoe.config import Activation
 from epmoe.dispatch import make_dispatcher
-from epmoe.dispatch.base import BatchedInput, ExpertInput, Layout
 from epmoe.experts import ExpertsSpec, ExpertWeights, GroupedFp8Experts, ReferenceExperts, select_experts
 from epmoe.kernel import MoEKernel
 from epmoe.ops import _triton
@@ -28,13 +27,15 @@ from epmoe.quant import (
 from epmoe.quant.weights import FP8_SCHEMES
 from epmoe.testing import poisoned_empty
 from tests import naive
+from tests.experts.quantized_cases import Case, H, I, K, draw, row_error
 
-E, K, H, I = 6, 2, 192, 80  # noqa: E741  (neither is a multiple of a scale block)
-OWNED = [0, 2, 3, 5]  # experts of this rank; nobody chooses 3
 # Relative L2 of any one row. Tensor cores add fp8 products in about 14 bits, which moves some activations across a
 # boundary between two e4m3 numbers.
 SAME_NUMBERS = {"cpu": 8e-3, "cuda": 3e-2}
-UNQUANTIZED = {"fp8_block": 0.07, "fp8_block_ue8m0": 0.08, "fp8_row": 0.08}
+# e4m3 rounds a number by 2.6 % (rms). Six roundings meet in an output: of the row and w1 under each half of the gate,
+# of the activation, of w2. That is 6.4 %, and 6.9 % where the gate is steepest (silu multiplies a relative error by up
+# to 1.25). A row of thousands of columns is within 3 % of its mean (one sigma), the worst of seven within 9 %.
+UNQUANTIZED = {"fp8_block": 0.075, "fp8_block_ue8m0": 0.08, "fp8_row": 0.08}
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -46,72 +47,15 @@ def device(request, monkeypatch):
     return request.param
 
 
-@dataclasses.dataclass
-class Case:
-    spec: ExpertsSpec
-    rows: ExpertInput
-    weights: ExpertWeights
-    raw: tuple[Tensor, Tensor]  # w1, w2 before they were quantized
-
-    def batched(self) -> BatchedInput:
-        """The same rows by expert, and NaN where there is none."""
-        rows, local = (
-            self.rows,
-            self.rows.expert_map[self.rows.topk_ids.clamp_min(0)].masked_fill(self.rows.topk_ids < 0, -1),
-        )
-        capacity = rows.x.shape[0]
-        x = torch.full((rows.num_local, capacity, H), math.nan, dtype=rows.x.dtype, device=rows.x.device)
-        p = torch.full((rows.num_local, capacity), math.nan, device=rows.x.device)
-        counts = [0] * rows.num_local
-        slot = torch.full_like(rows.topk_ids, -1)
-        for t in range(capacity):
-            for k in range(K):
-                e = int(local[t, k])
-                if e >= 0:
-                    x[e, counts[e]], p[e, counts[e]] = rows.x[t], rows.topk_weights[t, k]
-                    slot[t, k] = e * capacity + counts[e]
-                    counts[e] += 1
-        tokens = torch.tensor(counts, dtype=torch.int32, device=x.device)
-        on_input = self.spec.weight_on_input
-        return BatchedInput(
-            x, tokens, rows.handle, p if on_input else None, None, slot, None if on_input else rows.topk_weights
-        )
-
-
 def make(
     scheme: str, device: str, seed: int, *, act: str = "swiglu", bias: bool = True, on_input: bool = False,
     rows: int = 7, h: int = H, i: int = I,
 ) -> Case:  # fmt: skip
-    """Rows over six decades, experts over three; a row of zeros, one without a local expert, ids of -1."""
-    g = torch.Generator().manual_seed(seed)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g)
-
-    activation = Activation(act)
-    wide = 2 * i if activation.gated else i
-    magnitude = torch.tensor([1.0, 1e3, 1e-3, 30.0])[:, None, None]
-    w1, w2 = randn(4, wide, h) * magnitude / h**0.5, randn(4, h, i) / magnitude / i**0.5
-    x = randn(rows, h) * 10.0 ** (torch.arange(rows) % 7 - 3)[:, None]
-    choices = torch.tensor([0, 1, 2, 4, 5], dtype=torch.int32)
-    ids = choices[torch.rand(rows, 5, generator=g).argsort(1)[:, :K]]
-    if rows > 3:
-        x[1], ids[2], ids[3, 0] = 0, torch.tensor([1, 4]), -1
-    p = torch.rand(rows, K, generator=g) + 0.5
-    expert_map = torch.full((E,), -1, dtype=torch.int32)
-    expert_map[OWNED] = torch.arange(4, dtype=torch.int32)
-    q1, q2 = (quantized_by_twins(w, scheme) for w in (w1, w2))
-    b1, b2 = (randn(4, wide).bfloat16(), randn(4, h).bfloat16()) if bias else (None, None)
-    spec = ExpertsSpec(activation, h, i, torch.bfloat16, torch.device(device), on_input, scheme=scheme)
-    tensors = (q1.values, q2.values, b1, b2, None, q1.scales, q2.scales)
+    d = draw(scheme, device, seed, act=act, bias=bias, on_input=on_input, rows=rows, h=h, i=i)
+    q1, q2 = (quantized_by_twins(w, scheme) for w in (d.w1, d.w2))
+    tensors = (q1.values, q2.values, d.b1, d.b2, None, q1.scales, q2.scales)
     weights = ExpertWeights(*(None if t is None else t.to(device) for t in tensors))
-    x, ids, p, expert_map = (t.to(device) for t in (x.bfloat16(), ids, p, expert_map))
-    return Case(
-        spec,
-        ExpertInput(x, ids, p, expert_map, 4, rows * K, Layout(rows, rows, rows * K)),
-        weights,
-        (w1.to(device), w2.to(device)),
-    )
+    return Case(d.spec, d.rows, weights, (d.w1.to(device), d.w2.to(device)))
 
 
 def quantized_by_twins(w: Tensor, scheme: str) -> QuantizedWeights:
@@ -154,13 +98,6 @@ def expected(c: Case, quantized: bool) -> Tensor:
 
 def weighted(c: Case, pairs: Tensor) -> Tensor:
     return pairs.sum(1) if c.spec.weight_on_input else (pairs * c.rows.topk_weights.double()[..., None]).sum(1)
-
-
-def row_error(got: Tensor, want: Tensor) -> float:
-    """The worst relative error of a row; rows that are zero must be."""
-    zero = (want == 0).all(-1)
-    assert not got[zero].any()
-    return ((got.double() - want).norm(dim=-1) / want.norm(dim=-1))[~zero].max().item() if (~zero).any() else 0.0
 
 
 @pytest.mark.parametrize("scheme", FP8_SCHEMES)

@@ -24,7 +24,13 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def make(seed: int, device: str, experts: str = "grouped_fp8_train", **options: Any) -> tuple[MoELayer, Tensor, Tensor]:
+def make(
+    seed: int,
+    device: str,
+    experts: str = "grouped_fp8_train",
+    scales: tuple[float, ...] = (1.0, 3e-2, 3.0, 1.0, 1.0),
+    **options: Any,
+) -> tuple[MoELayer, Tensor, Tensor]:
     """A layer whose experts differ by decades, and its routing, which leaves one expert without tokens."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.rand(30, E - 1, generator=g).argsort(1)[:, :K].int().to(device)
@@ -38,7 +44,7 @@ def make(seed: int, device: str, experts: str = "grouped_fp8_train", **options: 
         router=lambda x: (ids, p),
     )
     with torch.no_grad():
-        layer.gate_up_proj.mul_(torch.tensor([1.0, 3e-2, 3.0, 1.0, 1.0], device=device)[:, None, None])
+        layer.gate_up_proj.mul_(torch.tensor(scales, device=device)[:, None, None])
         if layer.down_bias is not None and layer.gate_up_bias is not None:
             layer.down_bias.normal_()
             layer.gate_up_bias.normal_()
@@ -46,11 +52,11 @@ def make(seed: int, device: str, experts: str = "grouped_fp8_train", **options: 
 
 
 def trained(
-    layer: MoELayer, p: Tensor, seed: int, device: str, largest: float = 10.0
+    layer: MoELayer, p: Tensor, seed: int, device: str, decades: int = 2
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Output and gradients, x, and the gradient given. Rows over two decades, of which large ones saturate gates."""
+    """Output and gradients, x, and the gradient given. Over two decades large rows saturate gates."""
     g = torch.Generator().manual_seed(seed + 1)
-    x = torch.randn(30, H, generator=g) * largest * 0.1 ** (torch.arange(30) % 3)[:, None]
+    x = torch.randn(30, H, generator=g) * 10.0 ** (decades / 2 - torch.arange(30) % (decades + 1))[:, None]
     x = x.bfloat16().to(device).requires_grad_()
     dy = torch.randn(30, H, generator=g).bfloat16().to(device)
     p.grad = None
@@ -91,10 +97,18 @@ def test_rows_that_dispatch_quantized_give_the_same_bits_as_those_quantized_here
 
 
 def test_it_is_near_training_with_wide_products(device, seed) -> None:
-    fp8, _, p = make(seed, device, dispatch_scheme="fp8_block", chunk_tokens=8)
-    wide, _, q = make(seed, device, "reference")
-    for a, b in zip(trained(fp8, p, seed, device, 1.0)[0], trained(wide, q, seed, device, 1.0)[0], strict=True):
-        assert 0 < (a.double() - b.double()).norm() < 0.12 * b.double().norm()
+    """e4m3 rounds a number by 2.6 % (rms), and an output has met six roundings: of the row and of w1 under each half of
+    the gate, of the activation and of w2: sqrt(6) x 2.6 % = 6.4 %; a gradient meets no more of them. A norm's ratio is
+    within 4 % of that (one sigma) where thousands of numbers of like magnitude are compared, so rows and experts are of
+    one magnitude here; of the router weights' gradient, a number per pair, within 15 %."""
+    layers = [
+        make(seed, device, scales=(1.0,) * E, dispatch_scheme="fp8_block", chunk_tokens=8),
+        make(seed, device, "reference", scales=(1.0,) * E),
+    ]
+    fp8, wide = (trained(layer, p, seed, device, decades=0)[0] for layer, _, p in layers)
+    for n, (a, b) in enumerate(zip(fp8, wide, strict=True)):
+        error = (a.double() - b.double()).norm() / b.double().norm()
+        assert 0 < error < (0.12 if n == 2 else 0.075), n
 
 
 def test_no_rows_and_no_local_pairs_are_fine(device, seed) -> None:

@@ -23,7 +23,7 @@ from epmoe.ops._triton import INTERPRET, use_triton
 from epmoe.testing import poisoned_empty
 from tests import naive
 
-E, H, I, K = 2, 32, 16, 2
+E, H, I, K = 2, 32, 256, 2  # of few intermediate numbers, the error of a gradient is that of its largest
 PARTS = 10
 NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 KINDS = ["grouped", "batched", "reference", "torch_grouped"]

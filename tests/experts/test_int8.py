@@ -13,7 +13,8 @@ from epmoe.experts import ExpertsSpec, GroupedInt8Experts, select_experts
 from epmoe.ops._triton import INTERPRET
 from epmoe.quant import quantize_rows
 from epmoe.testing import poisoned_empty
-from tests.experts.test_fp8 import H, I, expected, make, row_error, weighted
+from tests.experts.quantized_cases import H, I, row_error
+from tests.experts.test_fp8 import expected, make, weighted
 
 SCHEME = "int8_row"
 SAME_NUMBERS = 1e-2  # one activation in bf16 may be rounded to the integer beside it

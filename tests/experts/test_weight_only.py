@@ -11,7 +11,6 @@ from torch import Tensor
 
 from epmoe.config import Activation
 from epmoe.dispatch import make_dispatcher
-from epmoe.dispatch.base import BatchedInput, ExpertInput, Layout
 from epmoe.experts import ExpertsSpec, ExpertWeights, ReferenceExperts, WeightOnlyExperts, select_experts
 from epmoe.kernel import MoEKernel
 from epmoe.ops._triton import INTERPRET
@@ -19,14 +18,13 @@ from epmoe.placement import ExpertPlacement
 from epmoe.quant import NARROW_SCHEMES, NarrowWeights, dequantize_narrow, quantize_narrow
 from epmoe.testing import poisoned_empty
 from tests import naive
+from tests.experts.quantized_cases import Case, H, I, K, draw, row_error
 
-E, K, H, I = 6, 2, 192, 80  # noqa: E741  (neither is a multiple of 128: last groups are partial)
-OWNED = [0, 2, 3, 5]  # experts of this rank; nobody chooses 3
 # Relative L2 of any one row: the activation leaves GEMM1 in bf16, the result is rounded again; integers with scales for
 # 32 columns are multiplied by them in bf16.
 SAME_NUMBERS = 1e-2
 # Of random experts and rows, the scheme's own error in both GEMMs and the gate: about twice that of the weights.
-UNQUANTIZED = {"int4": 0.3, "int8": 0.02, "mxfp4": 0.3, "nvfp4": 0.25}
+UNQUANTIZED = {"int4": 0.3, "int8": 0.02, "mxfp4": 0.3, "nvfp4": 0.25, "mxfp6": 0.15}
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -39,34 +37,8 @@ def device(request, monkeypatch):
 
 
 @dataclasses.dataclass
-class Case:
-    spec: ExpertsSpec
-    rows: ExpertInput
-    weights: ExpertWeights
-    raw: tuple[Tensor, Tensor]  # w1, w2 before they were quantized
+class NarrowCase(Case):
     narrow: tuple[NarrowWeights, NarrowWeights]
-
-    def batched(self) -> BatchedInput:
-        """The same rows by expert, and NaN where there is none."""
-        rows = self.rows
-        local = rows.expert_map[rows.topk_ids.clamp_min(0)].masked_fill(rows.topk_ids < 0, -1)
-        capacity, width = rows.x.shape
-        x = torch.full((rows.num_local, capacity, width), math.nan, dtype=rows.x.dtype, device=rows.x.device)
-        p = torch.full((rows.num_local, capacity), math.nan, device=rows.x.device)
-        counts = [0] * rows.num_local
-        slot = torch.full_like(rows.topk_ids, -1)
-        for t in range(capacity):
-            for k in range(K):
-                e = int(local[t, k])
-                if e >= 0:
-                    x[e, counts[e]], p[e, counts[e]] = rows.x[t], rows.topk_weights[t, k]
-                    slot[t, k] = e * capacity + counts[e]
-                    counts[e] += 1
-        tokens = torch.tensor(counts, dtype=torch.int32, device=x.device)
-        on_input = self.spec.weight_on_input
-        return BatchedInput(
-            x, tokens, rows.handle, p if on_input else None, None, slot, None if on_input else rows.topk_weights
-        )
 
 
 def fields(q1: NarrowWeights, q2: NarrowWeights) -> dict[str, Tensor | None]:
@@ -79,36 +51,15 @@ def fields(q1: NarrowWeights, q2: NarrowWeights) -> dict[str, Tensor | None]:
 def make(
     scheme: str, device: str, seed: int, *, zeros: bool = False, act: str = "swiglu", bias: bool = True,
     on_input: bool = False, rows: int = 7, local: int = 4, h: int = H, i: int = I,
-) -> Case:  # fmt: skip
-    """Rows over six decades, experts over six; a row of zeros, one without a local expert, ids of -1."""
-    g = torch.Generator().manual_seed(seed)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g)
-
-    activation = Activation(act)
-    wide = 2 * i if activation.gated else i
-    magnitude = torch.tensor([1.0, 1e3, 1e-3, 30.0])[:local, None, None]
-    w1, w2 = randn(local, wide, h) * magnitude / h**0.5, randn(local, h, i) / magnitude / i**0.5
-    x = randn(rows, h) * 10.0 ** (torch.arange(rows) % 7 - 3)[:, None]
-    choices = torch.tensor([0, 1, 2, 4, 5], dtype=torch.int32)
-    ids = choices[torch.rand(rows, 5, generator=g).argsort(1)[:, :K]]
-    if rows > 3:
-        x[1], ids[2], ids[3, 0] = 0, torch.tensor([1, 4]), -1
-    p = torch.rand(rows, K, generator=g) + 0.5
-    expert_map = torch.full((E,), -1, dtype=torch.int32)
-    expert_map[OWNED[:local]] = torch.arange(local, dtype=torch.int32)
-    q = tuple(quantize_narrow(w, scheme, zeros=zeros) for w in (w1, w2))
-    b1, b2 = (randn(local, wide).bfloat16(), randn(local, h).bfloat16()) if bias else (None, None)
-    spec = ExpertsSpec(activation, h, i, torch.bfloat16, torch.device(device), on_input, scheme=scheme)
-    tensors = {**fields(q[0], q[1]), "gate_up_bias": b1, "down_bias": b2}
+) -> NarrowCase:  # fmt: skip
+    d = draw(scheme, device, seed, act=act, bias=bias, on_input=on_input, rows=rows, h=h, i=i, local=local)
+    q1, q2 = (quantize_narrow(w, scheme, zeros=zeros) for w in (d.w1, d.w2))
+    tensors = {**fields(q1, q2), "gate_up_bias": d.b1, "down_bias": d.b2}
     weights = ExpertWeights(**{name: None if t is None else t.to(device) for name, t in tensors.items()})
-    x, ids, p, expert_map = (t.to(device) for t in (x.bfloat16(), ids, p, expert_map))
-    data = ExpertInput(x, ids, p, expert_map, local, rows * K, Layout(rows, rows, rows * K))
-    return Case(spec, data, weights, (w1, w2), (q[0], q[1]))
+    return NarrowCase(d.spec, d.rows, weights, (d.w1, d.w2), (q1, q2))
 
 
-def expected(c: Case, quantized: bool) -> Tensor:
+def expected(c: NarrowCase, quantized: bool) -> Tensor:
     """`[T, H]` in float64, one pair after the other."""
     spec, w = c.spec, c.weights
     w1, w2 = (dequantize_narrow(q, torch.float64) for q in c.narrow) if quantized else (t.double() for t in c.raw)
@@ -127,14 +78,6 @@ def expected(c: Case, quantized: bool) -> Tensor:
             y = y if b2 is None else y + b2[e]
             out[t] += y if spec.weight_on_input else y * weight
     return out
-
-
-def row_error(got: Tensor, want: Tensor) -> float:
-    """The worst relative error of a row; rows that are zero must be."""
-    got = got.cpu()
-    zero = (want == 0).all(-1)
-    assert not got[zero].any()
-    return ((got.double() - want).norm(dim=-1) / want.norm(dim=-1))[~zero].max().item() if (~zero).any() else 0.0
 
 
 @pytest.mark.parametrize("scheme", NARROW_SCHEMES)
