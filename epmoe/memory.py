@@ -21,6 +21,7 @@ def plan_forward(
     num_tokens: int,
     top_k: int,
     dispatch_scheme: str | None,
+    combine_scheme: str | None,
     chunk_tokens: int | None,
     capacity: int | None,
     traffic: Traffic | None,
@@ -32,14 +33,15 @@ def plan_forward(
     width, dtype = spec.hidden_size, spec.dtype
     moved = traffic if traffic is not None else dispatcher.traffic(num_tokens, top_k)
     buffers: list[Buffer] = []
-    if dispatch_scheme is not None:
+    if dispatch_scheme is not None and not dispatcher.quantizes_in_flight(dtype):
         scales = scales_per_row(width, dispatch_scheme)
         buffers += [
             buffer("quantized rows", (num_tokens, width), row_dtype(dispatch_scheme), "dispatch"),
             buffer("their scales", (num_tokens, scales), torch.float32, "dispatch"),
         ]
     message_bytes = row_bytes(width, dtype, top_k, scheme=dispatch_scheme).dispatch
-    buffers += dispatcher.memory_plan(num_tokens, width, dtype, message_bytes, moved)
+    back = {} if combine_scheme is None else {"combine_scheme": combine_scheme}
+    buffers += dispatcher.memory_plan(num_tokens, width, dtype, message_bytes, moved, **back)
 
     rows = moved.received if chunk_tokens is None else min(chunk_tokens, moved.received)
     pairs = moved.pairs if rows == moved.received else min(rows * top_k, moved.pairs)
@@ -47,7 +49,13 @@ def plan_forward(
         buffers.append(buffer("rows dequantized", (rows, width), dtype, "experts"))
     if layout == "batched":
         places = dispatcher.num_local * (capacity or rows)
-        buffers.append(buffer("places of the batched layout", (places, width), dtype, "experts"))
+        if dispatch_scheme is not None and experts.takes_rows(dispatch_scheme, layout):
+            buffers += [
+                buffer("places of the batched layout", (places, width), row_dtype(dispatch_scheme), "experts"),
+                buffer("scales of places", (places, scales_per_row(width, dispatch_scheme)), torch.float32, "experts"),
+            ]
+        else:
+            buffers.append(buffer("places of the batched layout", (places, width), dtype, "experts"))
         pairs = places
     shapes = experts.workspace_shapes(pairs if layout == "batched" else rows, pairs)
     if shapes is None:

@@ -22,8 +22,8 @@ from epmoe.quant.formats import FIELDS, weight_format
 from epmoe.quant.rows import QuantizedRows, quantize_rows_by
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
-INPUT_SCALE = "gate_up_proj_input_scale"
-SCALE_PARAMETERS = tuple(name + suffix for name in PROJECTIONS for suffix in FIELDS)
+INPUT_SCALE, DOWN_INPUT_SCALE = "gate_up_proj_input_scale", "down_proj_input_scale"
+SCALE_PARAMETERS = (*(name + suffix for name in PROJECTIONS for suffix in FIELDS), DOWN_INPUT_SCALE)
 
 
 class WithQuantizedExperts(nn.Module):
@@ -81,15 +81,18 @@ class WithQuantizedExperts(nn.Module):
             for suffix, (part, kind) in weight_format(self.weight_scheme).parts(shape, self._zero_points).items():
                 self._hold(name + suffix, torch.empty(part, device=device, dtype=kind))
 
-        self._make_input_scale(device)
+        self._make_input_scales(device)
 
-    def _make_input_scale(self, device: torch.device | str | None) -> None:
-        """The fixed scale of rows, NaN until it is set or loaded, so that nobody computes with a wrong one; or none."""
-        static = self.config.quant is not None and self.config.quant.scales == "static"
-        if static != (getattr(self, INPUT_SCALE) is not None):
-            self._parameters[INPUT_SCALE] = None
-            if static:
-                self._hold(INPUT_SCALE, torch.full((1,), torch.nan, dtype=torch.float32, device=device))
+    def _make_input_scales(self, device: torch.device | str | None) -> None:
+        """The fixed scales of rows and of activations, NaN until they are set or loaded, so that nobody computes with
+        wrong ones; or none."""
+        quant, num_local = self.config.quant, len(self.local_experts)
+        for name, field, number in ((INPUT_SCALE, "scales", 1), (DOWN_INPUT_SCALE, "down_scales", num_local)):
+            static = quant is not None and getattr(quant, field) == "static"
+            if static != (getattr(self, name) is not None):
+                self._parameters[name] = None
+                if static:
+                    self._hold(name, torch.full((number,), torch.nan, dtype=torch.float32, device=device))
 
     @torch.no_grad()
     def set_input_scale(self, scale: float | Tensor) -> None:
@@ -106,6 +109,30 @@ class WithQuantizedExperts(nn.Module):
         if not (torch.isfinite(largest) and largest > 0):
             raise ValueError(f"layer {self.name!r}: scale={largest.item()}: must be finite and > 0")
         mine.copy_(largest)
+
+    @torch.no_grad()
+    def set_down_input_scales(self, scales: float | Tensor) -> None:
+        """Fixes the scales of activations of `QuantConfig(down_scales="static")`.
+
+        Args:
+            scales: one number, or `[E]`, one for each logical expert: `input_scale` of a checkpoint's down projections.
+
+        Raises:
+            ValueError: a layer whose activations are scaled row by row, another shape, or a scale that is not finite
+                and > 0.
+        """
+        mine = getattr(self, DOWN_INPUT_SCALE)
+        if mine is None:
+            raise ValueError(f"layer {self.name!r}: set_down_input_scales needs QuantConfig(down_scales='static')")
+        given, num_experts = torch.as_tensor(scales, dtype=torch.float32), self.config.num_experts
+        if given.numel() != 1 and tuple(given.shape) != (num_experts,):
+            raise ValueError(
+                f"layer {self.name!r}: scales has shape {tuple(given.shape)}: must be one number, or ({num_experts},)"
+            )
+        if not (given.isfinite() & (given > 0)).all():
+            raise ValueError(f"layer {self.name!r}: scales={given.tolist()}: must be finite and > 0")
+        every = given.reshape(-1).expand(num_experts) if given.numel() == 1 else given
+        mine.copy_(every[list(self.local_experts)])
 
     def _as_sent(self, x: Tensor) -> Tensor | QuantizedRows:
         """Rows as the kernel gets them: quantized here where their scale is fixed."""
@@ -151,6 +178,7 @@ class WithQuantizedExperts(nn.Module):
             for name in PROJECTIONS
             for suffix, field in FIELDS.items()
         }
+        fields["down_input_scale"] = getattr(self, DOWN_INPUT_SCALE)
         return {field: tensor for field, tensor in fields.items() if tensor is not None}
 
     @torch.no_grad()
@@ -173,7 +201,7 @@ class WithQuantizedExperts(nn.Module):
         self.config, self._wide_dtype = config, dtype
         self._kernels.clear()
         if not wide:
-            self._make_input_scale(self.gate_up_proj.device)
+            self._make_input_scales(self.gate_up_proj.device)
         if quant.weights is None or not wide:
             return
         if wide["gate_up_proj"].device.type == "meta":
@@ -184,7 +212,7 @@ class WithQuantizedExperts(nn.Module):
             self._parameters[name] = None  # the wide weights of one projection go before the next is made
             for part, tensor in parts.items():
                 self._hold(part, tensor)
-        self._make_input_scale(self.gate_up_proj.device)
+        self._make_input_scales(self.gate_up_proj.device)
 
     def _check_experts(self, config: MoEConfig, dtype: torch.dtype) -> None:
         """Raises `ValueError` where no experts can compute a layer of `config` here."""

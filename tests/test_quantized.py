@@ -240,7 +240,15 @@ def test_ranks_seeded_alike_draw_the_same_quantized_experts(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("scheme", "zeros"),
-    [("int4_g64", True), ("int8_channel", False), ("mxfp4", False), ("nvfp4", False), ("int8_row", False)],
+    [
+        ("int4_g64", True),
+        ("int8_channel", False),
+        ("mxfp4", False),
+        ("nvfp4", False),
+        ("int8_row", False),
+        ("mxfp6_e2m3", False),
+        ("mxfp6_e3m2", False),
+    ],
 )
 def test_narrow_weights_go_the_same_ways(scheme: str, zeros: bool, seed: int) -> None:
     config = QuantConfig(scheme, zero_points=zeros)

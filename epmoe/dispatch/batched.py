@@ -48,11 +48,24 @@ class _Spread(torch.autograd.Function):
         return gather_sum(grad.contiguous(), slot, None, grad.dtype), None, None
 
 
+def _spread_quantized(rows: ExpertInput, slot: Tensor, places: int) -> tuple[Tensor, Tensor]:
+    """Values `[places, H]` and scales `[places, S]` as they arrived; without a gradient. Places without a row hold that
+    of any other."""
+    assert rows.x_scale is not None and rows.source is None, "rows with a gradient are dequantized first"
+    if rows.x.shape[0] == 0:
+        return rows.x.new_zeros(places, rows.x.shape[1]), rows.x_scale.new_zeros(places, rows.x_scale.shape[1])
+    tokens = torch.arange(slot.shape[0], device=slot.device)[:, None].expand_as(slot)
+    source = tokens.new_zeros(places + 1)  # the last place is nobody's
+    source[torch.where(slot >= 0, slot, places).long()] = tokens
+    values = rows.x.view(torch.uint8)[source[:-1]].view(rows.x.dtype)  # there are kernels for bytes everywhere
+    return values, rows.x_scale[source[:-1]]
+
+
 def batch(rows: ExpertInput, capacity: int, *, with_weights: bool = False) -> Batch:
     """The rows of each local expert, side by side, in the order they came.
 
     Args:
-        rows: in the standard layout.
+        rows: in the standard layout; quantized ones, which no gradient may flow to, are spread as they are.
         capacity: C, places per expert. T can't overflow.
         with_weights: spread the router weights, for experts that apply them to their input; combine applies none then.
     """
@@ -65,7 +78,13 @@ def batch(rows: ExpertInput, capacity: int, *, with_weights: bool = False) -> Ba
     expert = torch.searchsorted(offsets[1:], sorted_slot, right=True, out_int32=True)  # of each pair; of -1: any
     column = sorted_slot - offsets[expert.clamp_max(rows.num_local - 1)]
     slot = torch.where((sorted_slot >= 0) & (column < capacity), expert * capacity + column, -1)
-    x = _Spread.apply(rows.x, slot, places).view(rows.num_local, capacity, rows.x.shape[1])
+    scales = None
+    if rows.x_scale is None:
+        x = _Spread.apply(rows.x, slot, places)
+    else:
+        x, scales = _spread_quantized(rows, slot, places)
+        scales = scales.view(rows.num_local, capacity, scales.shape[1])
+    x = x.view(rows.num_local, capacity, rows.x.shape[1])
     weights = None
     if with_weights:
         # each pair is a row of one weight: spread as such
@@ -86,5 +105,7 @@ def batch(rows: ExpertInput, capacity: int, *, with_weights: bool = False) -> Ba
         slot,
         None if with_weights else rows.topk_weights,
         adapter_ids,
+        scales,
+        rows.scheme,
     )
     return Batch(batched, (counts - capacity).clamp_min(0))

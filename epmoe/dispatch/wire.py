@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from epmoe.comm.memory import Buffer, Step, buffer
 from epmoe.ops.pack_rows import row_layout
 from epmoe.quant.rows import row_dtype, scales_per_row
 
@@ -62,3 +63,11 @@ def row_bytes(
         message(grad_scheme, 0),
         message(grad_scheme, weight_words),
     )
+
+
+def narrowed_buffers(name: str, rows: int, width: int, scheme: str, *steps: Step) -> list[Buffer]:
+    """What rows `[rows, width]` of `name` become before their message: values of `scheme`, and scales."""
+    return [
+        buffer(f"{name}, quantized", (rows, width), row_dtype(scheme), *steps),
+        buffer(f"scales of {name}", (rows, scales_per_row(width, scheme)), torch.float32, *steps),
+    ]

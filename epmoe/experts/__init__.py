@@ -1,6 +1,6 @@
 """Ways of computing experts; `select_experts` picks one and says why."""
 
-from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights, ProblemSize, moe_problem_size
+from epmoe.experts.base import Experts
 from epmoe.experts.batched import BatchedExperts
 from epmoe.experts.gradient_sums import sum_gradients
 from epmoe.experts.grouped import GroupedExperts
@@ -8,6 +8,7 @@ from epmoe.experts.grouped_fp8 import GroupedFp8Experts
 from epmoe.experts.grouped_int8 import GroupedInt8Experts
 from epmoe.experts.lora import ExpertLora, merge_adapter, stack_adapters
 from epmoe.experts.monolithic import MonolithicExperts
+from epmoe.experts.problem_size import ProblemSize, moe_problem_size
 from epmoe.experts.reference import ReferenceExperts
 from epmoe.experts.select import (
     EXPERTS,
@@ -18,6 +19,7 @@ from epmoe.experts.select import (
     select_experts,
     select_experts_impl,
 )
+from epmoe.experts.spec import ExpertsSpec, ExpertWeights
 from epmoe.experts.torch_grouped import TorchGroupedExperts
 from epmoe.experts.weight_only import WeightOnlyExperts
 

@@ -17,11 +17,12 @@ from epmoe.comm.workspace import Part, Workspace, carved
 from epmoe.dispatch.base import BatchedInput, ExpertInput
 from epmoe.dispatch.reduce import ExpertOutput, WeightAndReduce
 from epmoe.experts._mlp import Rows, may_use_workspace
-from epmoe.experts.base import ExpertsSpec, ExpertWeights, WorkspaceShapes
+from epmoe.experts.spec import ExpertsSpec, ExpertWeights, WorkspaceShapes
 from epmoe.ops._segments import batched_segments, standard_segments
 from epmoe.ops.align import align_rows
 from epmoe.ops.gather_sum import gather_sum
 from epmoe.ops.quantize import quantize, quantize_into, row_format
+from epmoe.ops.quantize_by import quantize_by, quantize_by_into
 from epmoe.ops.scaled_gemm import scaled_grouped_gemm, scaled_grouped_gemm_act
 from epmoe.ops.scaled_gemm_into import scaled_grouped_gemm_act_into, scaled_grouped_gemm_into
 
@@ -96,7 +97,8 @@ class InferencePath:
         p = rows.topk_weights
         on_input = p.contiguous().view(n) if self.spec.weight_on_input and p is not None else None
         x = rows.x.reshape(n, width)
-        return self._mlp(x, None, weights, segments, capacity, on_input, space).view(num_local, capacity, width)
+        scale = None if rows.x_scale is None else rows.x_scale.reshape(n, -1)
+        return self._mlp(x, scale, weights, segments, capacity, on_input, space).view(num_local, capacity, width)
 
     def _refuse_gradients(self, rows: ExpertInput | BatchedInput, weights: ExpertWeights) -> None:
         if not torch.is_grad_enabled():
@@ -118,10 +120,16 @@ class InferencePath:
 class ScaledPath(InferencePath):
     """The MLP on rows and weights that are both quantized.
 
-    With scales per block GEMM1's epilogue quantizes the activation. A scale per row needs the whole row, and scales
-    that are powers of two another rounding: there the activation leaves GEMM1 in the rows' dtype and a pass of its own
-    quantizes it.
+    With scales per block GEMM1's epilogue quantizes the activation. A scale per row needs the whole row, as does the
+    search for an inf or a NaN in it where experts' scales are fixed, and scales that are powers of two another
+    rounding: there the activation leaves GEMM1 in the rows' dtype and a pass of its own quantizes it.
     """
+
+    def takes_rows(self, scheme: str | None, layout: str, training: bool = False) -> bool:
+        """Its weights' own scheme, in both layouts; in the batched one a gradient would be lost with the source."""
+        if scheme is None:
+            return True
+        return scheme == self.spec.scheme and (layout == "standard" or not training)
 
     def workspace_shapes(self, num_rows: int, num_pairs: int) -> WorkspaceShapes:
         """Workspace13 holds what GEMM1 reads, and its output where a pass of its own quantizes that; then GEMM2's."""
@@ -171,7 +179,9 @@ class ScaledPath(InferencePath):
             spec.dtype, fused, expected_m=expected_m,
         )  # fmt: skip
         del x, x_scale
-        if not fused:
+        if weights.down_input_scale is not None:
+            a, a_scale = quantize_by(a, weights.down_input_scale, start, end, scheme)
+        elif not fused:
             a, a_scale = quantize(a, scheme, last, span)
         return scaled_grouped_gemm(
             a, a_scale, w2, s2, weights.down_bias, start, end, None, 1, n, product, spec.dtype, expected_m=expected_m
@@ -209,7 +219,9 @@ class ScaledPath(InferencePath):
             a if fused else wide[0], a_scale if fused else None, x, x_scale, w1, s1, weights.gate_up_bias, start, end,
             index, divisor, weight_in, *act, product, spec.dtype, expected_m,
         )  # fmt: skip
-        if not fused:
+        if weights.down_input_scale is not None:
+            quantize_by_into(a, a_scale, wide[0], weights.down_input_scale, start, end, scheme)
+        elif not fused:
             quantize_into(a, a_scale, wide[0], scheme, last, span)
         scaled_grouped_gemm_into(y, a, a_scale, w2, s2, weights.down_bias, start, end, None, 1, product, expected_m)
         return y

@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from epmoe.dispatch.base import ExpertInput
-from epmoe.experts.base import ExpertsSpec, ExpertWeights, local_ids
+from epmoe.experts.base import local_ids
 from epmoe.experts.lora import ExpertLora
+from epmoe.experts.spec import ExpertsSpec, ExpertWeights
 from epmoe.ops._segments import Segments
 from epmoe.ops._triton import cdiv
 from epmoe.ops.activation import activation_backward

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from epmoe.comm.workspace import Part, Workspace
 from epmoe.config import DTYPES, Activation
-from epmoe.experts.base import ExpertsSpec, ExpertWeights, WorkspaceShapes
 from epmoe.experts.gradient_sums import PartSums
+from epmoe.experts.spec import ExpertsSpec, ExpertWeights, WorkspaceShapes
 from epmoe.ops.activation import activation_backward
 from epmoe.ops.grouped_gemm import grouped_gemm, grouped_gemm_act, grouped_gemm_act_into, grouped_gemm_into
 from epmoe.ops.grouped_wgrad import grouped_wgrad

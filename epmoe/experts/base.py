@@ -12,124 +12,25 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from epmoe.comm.workspace import Part, Workspace
-from epmoe.config import Activation, MoEConfig, RouterConfig
+from epmoe.comm.workspace import Workspace
+from epmoe.config import RouterConfig
 from epmoe.dispatch.base import BatchedInput, ExpertInput
 from epmoe.dispatch.reduce import ExpertOutput, WeightAndReduce
-from epmoe.experts.gradient_sums import GradientSums, summed_by_autograd
+from epmoe.experts.checks import check_batched, check_weights
+from epmoe.experts.gradient_sums import summed_by_autograd
 from epmoe.experts.lora import ExpertLora
+from epmoe.experts.spec import ExpertsSpec, ExpertWeights, WorkspaceShapes
 from epmoe.ops._triton import use_triton
-from epmoe.quant import row_dtype, weight_scale_shape
-from epmoe.quant.narrow import NARROW_SCHEMES, narrow_mismatch
 
 # Rows per expert that `batch_invariant` experts expect, whatever comes. In microseconds on an H200, Qwen3-30B in bf16,
 # for 16, 128, 512 and 4096 tokens: 187, 283, 305, 585 by the kernels for each; always those for 64 rows: 193, 290, 307,
 # 872; always those for 1024: 263, 363, 358, 662.
 INVARIANT_ROWS = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpertWeights:
-    """This rank's experts, in local order.
-
-    Attributes:
-        gate_up_proj: w1 `[L, 2I, H]`, gate rows then up rows (`[L, I, H]` when the activation is not gated).
-        down_proj: w2 `[L, H, I]`.
-        gate_up_bias: `[L, 2I]` (or `[L, I]`), or None.
-        down_bias: `[L, H]`, or None.
-        lora: adapters beside them, which rows with `adapter_ids` meet too, or None.
-        gate_up_scale, down_scale: scales of quantized gate_up_proj and down_proj, of the shapes and dtypes that
-            the scheme says (`quant/weights.py`, `quant/narrow.py`); None where they are not quantized. Narrow
-            weights are packed along their last dimension.
-        sums: where gradients of parts are added up, set by `sum_gradients`; None: autograd does.
-        gate_up_zero, down_zero, gate_up_outer, down_outer: zero points and second scales of narrow weights, or None.
-    """
-
-    gate_up_proj: Tensor
-    down_proj: Tensor
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    lora: ExpertLora | None = None
-    gate_up_scale: Tensor | None = None
-    down_scale: Tensor | None = None
-    sums: GradientSums | None = None
-    gate_up_zero: Tensor | None = None
-    down_zero: Tensor | None = None
-    gate_up_outer: Tensor | None = None
-    down_outer: Tensor | None = None
-
-    def to(self, dtype: torch.dtype) -> ExpertWeights:
-        """The same weights in `dtype`, differentiably; quantized ones keep their values and scales."""
-        gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias.to(dtype)
-        down_bias = None if self.down_bias is None else self.down_bias.to(dtype)
-        lora = None if self.lora is None else self.lora.to(dtype)
-        w1, w2 = self.gate_up_proj, self.down_proj
-        if self.gate_up_scale is None:
-            w1, w2 = w1.to(dtype), w2.to(dtype)
-        return dataclasses.replace(
-            self, gate_up_proj=w1, down_proj=w2, gate_up_bias=gate_up_bias, down_bias=down_bias, lora=lora
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpertsSpec:
-    """The problem that a kind of experts is asked to take on.
-
-    Attributes:
-        activation: between the GEMMs.
-        hidden_size: H; intermediate_size: I; both as the experts see them.
-        dtype: of rows, and of weights that are not quantized.
-        device: where they are.
-        weight_on_input: the router weight multiplies the row before GEMM1.
-        lora: the weights may have adapters.
-        scheme: of quantized weights, one of `quant.WEIGHT_SCHEMES` or `quant.NARROW_SCHEMES`; None where they are not.
-        batch_invariant: a row's result must have the same bits whichever rows are with it, and however many.
-    """
-
-    activation: Activation
-    hidden_size: int
-    intermediate_size: int
-    dtype: torch.dtype
-    device: torch.device
-    weight_on_input: bool = False
-    lora: bool = False
-    scheme: str | None = None
-    batch_invariant: bool = False
-
-    @classmethod
-    def of(cls, config: MoEConfig, *, device: torch.device, dtype: torch.dtype, lora: bool = False) -> ExpertsSpec:
-        """What a layer of this configuration asks of its experts."""
-        return cls(
-            config.activation_function,
-            config.expert_hidden_size,
-            config.intermediate_size,
-            dtype,
-            device,
-            config.router_weight_on_input,
-            lora,
-            None if config.quant is None else config.quant.weights,
-            config.batch_invariant,
-        )
-
-
-class WorkspaceShapes(NamedTuple):
-    """Scratch of one forward without gradients.
-
-    Attributes:
-        workspace13: what the GEMMs give, one at a time: GEMM1's output where the activation is a pass of its own, then
-            GEMM2's `[N, H]`.
-        workspace2: the activation's output `[N, I]`, GEMM2's input.
-        output: `[T, H]`, one reduced row per row received.
-    """
-
-    workspace13: Part
-    workspace2: Part
-    output: Part
 
 
 class Experts(ABC):
@@ -281,187 +182,36 @@ class Experts(ABC):
 
     def check(self, rows: ExpertInput | BatchedInput, weights: ExpertWeights) -> None:
         """Raises `ValueError` for a layout, shapes, dtypes or devices that do not fit."""
-        spec = self.spec
+        spec, where = self.spec, f"experts={self.name!r}: "
         layout = "batched" if isinstance(rows, BatchedInput) else "standard"
         if layout not in self.layouts:
-            raise ValueError(
-                f"experts={self.name!r}: rows are in the {layout} layout, must be {' or '.join(self.layouts)}"
-            )
+            raise ValueError(f"{where}rows are in the {layout} layout, must be {' or '.join(self.layouts)}")
         if isinstance(rows, BatchedInput):
-            self._check_batched(rows)
+            check_batched(where, spec, rows)
         self.check_lora(weights.lora, rows.adapter_ids is not None)
         if weights.lora is not None:
-            weights.lora.check(f"experts={self.name!r}: ", spec, rows.num_local, rows.x.device)
+            weights.lora.check(where, spec, rows.num_local, rows.x.device)
         ids = rows.adapter_ids
         if ids is not None and (
             ids.shape != rows.x.shape[:-1] or ids.dtype != torch.int32 or ids.device != rows.x.device
         ):
             raise ValueError(
-                f"experts={self.name!r}: adapter_ids is {ids.dtype} {tuple(ids.shape)} on {ids.device}, must be int32 "
+                f"{where}adapter_ids is {ids.dtype} {tuple(ids.shape)} on {ids.device}, must be int32 "
                 f"{tuple(rows.x.shape[:-1])} on {rows.x.device}"
             )
-        h, i = spec.hidden_size, spec.intermediate_size
-        gate_up = (rows.num_local, 2 * i if spec.activation.gated else i)
-        expected = {
-            "gate_up_proj": (weights.gate_up_proj, (*gate_up, h)),
-            "down_proj": (weights.down_proj, (rows.num_local, h, i)),
-            "gate_up_bias": (weights.gate_up_bias, gate_up),
-            "down_bias": (weights.down_bias, (rows.num_local, h)),
-        }
-        if rows.x.shape[-1] != h:
-            raise ValueError(f"experts={self.name!r}: rows are {rows.x.shape[-1]} wide, hidden_size is {h}")
-        row_scheme = rows.scheme if isinstance(rows, ExpertInput) else None
+        if rows.x.shape[-1] != spec.hidden_size:
+            raise ValueError(f"{where}rows are {rows.x.shape[-1]} wide, hidden_size is {spec.hidden_size}")
+        row_scheme = rows.scheme
         if not self.takes_rows(row_scheme, layout, isinstance(rows, ExpertInput) and rows.source is not None):
             raise ValueError(
-                f"experts={self.name!r}: rows are quantized ({row_scheme}), which these do not compute with: pass "
+                f"{where}rows are quantized ({row_scheme}), which these do not compute with: pass "
                 f"rows.dequantized({spec.dtype})"
             )
         if row_scheme is None and rows.x.dtype != spec.dtype:
             raise ValueError(
-                f"experts={self.name!r}: rows are {rows.x.dtype}, made for {spec.dtype}: convert them, or run under "
-                "torch.autocast"
+                f"{where}rows are {rows.x.dtype}, made for {spec.dtype}: convert them, or run under torch.autocast"
             )
-        dtype = spec.dtype
-        self._check_scales(weights)
-        for name, (tensor, shape) in expected.items():
-            if tensor is None:
-                continue
-            if spec.scheme in NARROW_SCHEMES and name.endswith("proj"):
-                shape = (*shape[:2], *tensor.shape[2:])  # packed: `_check_scales` has looked at the rest
-            if tuple(tensor.shape) != shape:
-                raise ValueError(f"experts={self.name!r}: {name} has shape {tuple(tensor.shape)}, must be {shape}")
-            if tensor.dtype != dtype and (spec.scheme is None or name.endswith("bias")):
-                raise ValueError(
-                    f"experts={self.name!r}: {name} is {tensor.dtype} and the rows are {dtype}: convert one, or "
-                    "run under torch.autocast"
-                )
-            if tensor.device != rows.x.device:
-                raise ValueError(f"experts={self.name!r}: {name} is on {tensor.device}, the rows on {rows.x.device}")
-
-    def _check_scales(self, weights: ExpertWeights) -> None:
-        """Raises `ValueError` for weights that are not quantized as the spec says."""
-        scheme = self.spec.scheme
-        for name, width in (("gate_up", self.spec.hidden_size), ("down", self.spec.intermediate_size)):
-            values: Tensor = getattr(weights, f"{name}_proj")
-            scale: Tensor | None = getattr(weights, f"{name}_scale")
-            where = f"experts={self.name!r}: {name}"
-            zero, outer = getattr(weights, f"{name}_zero"), getattr(weights, f"{name}_outer")
-            if scheme not in NARROW_SCHEMES and (zero is not None or outer is not None):
-                raise ValueError(
-                    f"{where}_{'outer' if zero is None else 'zero'} is given with scheme={scheme!r} in the spec: it "
-                    "belongs to narrow weights"
-                )
-            if (scheme is None) != (scale is None):
-                raise ValueError(
-                    f"{where}_scale is {'given' if scheme is None else 'None'} with scheme={scheme!r} in the spec: "
-                    "scales belong to quantized weights"
-                )
-            if scheme is None or scale is None:
-                continue
-            if scheme in NARROW_SCHEMES:
-                if (reason := narrow_mismatch(values, scale, zero, outer, scheme, width)) is not None:
-                    raise ValueError(f"{where}: {reason}")
-                continue
-            right = weight_scale_shape(tuple(values.shape), scheme)
-            if values.dtype != row_dtype(scheme):
-                raise ValueError(f"{where}_proj is {values.dtype}: must be {row_dtype(scheme)} for scheme={scheme!r}")
-            if tuple(scale.shape) != right or scale.dtype != torch.float32 or scale.device != values.device:
-                raise ValueError(
-                    f"{where}_scale is {scale.dtype} {tuple(scale.shape)} on {scale.device}: must be torch.float32 "
-                    f"{right} on {values.device} for scheme={scheme!r}"
-                )
-
-    def _check_batched(self, rows: BatchedInput) -> None:
-        where, x, counts, p = f"experts={self.name!r}: ", rows.x, rows.expert_num_tokens, rows.topk_weights
-        if x.dim() != 3 or (x.stride(2) != 1 and x.shape[2] > 1 and x.numel() > 0):
-            raise ValueError(
-                f"{where}x has shape {tuple(x.shape)} and strides {x.stride()}: must be [L, C, H] with dense rows"
-            )
-        if counts.shape != x.shape[:1] or counts.dtype != torch.int32 or counts.device != x.device:
-            raise ValueError(
-                f"{where}expert_num_tokens is {counts.dtype} {tuple(counts.shape)} on {counts.device}: must be int32 "
-                f"({x.shape[0]},) on {x.device}"
-            )
-        if not self.spec.weight_on_input:
-            return
-        right = f"must be float32 {tuple(x.shape[:2])}, since the router weight is on the input"
-        if p is None:
-            raise ValueError(f"{where}topk_weights=None: {right}")
-        precise = torch.promote_types(x.dtype, torch.float32)
-        if p.shape != x.shape[:2] or p.dtype not in (torch.float32, precise) or p.device != x.device:
-            raise ValueError(f"{where}topk_weights is {p.dtype} {tuple(p.shape)} on {p.device}: {right}")
-
-
-class ProblemSize(NamedTuple):
-    """The sizes of an expert MLP as its arguments show them; see `moe_problem_size`."""
-
-    num_local: int  # L
-    rows: int  # T, or C in the batched layout
-    width: int  # H
-    intermediate: int  # I
-    top_k: int  # K
-
-
-def moe_problem_size(
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    topk_ids: Tensor,
-    *,
-    gated: bool = True,
-    packed_int4: bool = False,
-    transposed: bool = False,
-) -> ProblemSize:
-    """The sizes that rows, weights and routing agree on: what workspaces and configurations are chosen by.
-
-    Example: bf16 rows `[7, 128]` (or `[4, 16, 128]`), topk_ids `[7, 2]`, L = 4, I = 96::
-
-        w1                    w2                flags
-        [4, 192, 128]         [4, 128, 96]
-        [4, 96, 128]          [4, 128, 96]      gated=False
-        [4, 192, 64] uint8    [4, 128, 48]      packed_int4=True
-        [4, 128, 192]         [4, 96, 128]      transposed=True
-
-    Args:
-        x: `[T, H]`, or `[L, C, H]` in the batched layout; unpacked.
-        w1: `[L, 2I, H]` (`[L, I, H]` not gated); `transposed`: `[L, H, 2I]`.
-        w2: `[L, H, I]`; `transposed`: `[L, I, H]`.
-        topk_ids: `[T, K]`; in the batched layout those of the tokens, of any length.
-        gated: w1 has gate and up rows.
-        packed_int4: two weights share a byte (int8 or uint8) along the dimension that is summed over, H in w1 and I in
-            w2, which are half as long then.
-        transposed: the weights' last two dimensions change places.
-
-    Raises:
-        ValueError: the arguments do not agree, naming the first that does not.
-    """
-    if x.dim() not in (2, 3):
-        raise ValueError(f"x has shape {tuple(x.shape)}: must be [T, H], or [L, C, H] in the batched layout")
-    for name, w in (("w1", w1), ("w2", w2)):
-        if w.dim() != 3:
-            raise ValueError(f"{name} has shape {tuple(w.shape)}: must have three dimensions, experts first")
-        if packed_int4 and w.dtype not in (torch.uint8, torch.int8):
-            raise ValueError(f"{name} is {w.dtype}: packed_int4=True says that it holds two weights per uint8 or int8")
-    rows, width = x.shape[-2:]
-    per_byte = 2 if packed_int4 else 1
-    num_local, packed = w2.shape[0], w2.shape[1 if transposed else 2]
-    intermediate = packed * per_byte
-    flags = f"gated={gated}, packed_int4={packed_int4}, transposed={transposed}"
-
-    def require(name: str, w: Tensor, out: int, inner: int) -> None:
-        right = (num_local, inner, out) if transposed else (num_local, out, inner)
-        if tuple(w.shape) != right:
-            raise ValueError(f"{name} has shape {tuple(w.shape)}: must be {right} for rows of {width} with {flags}")
-
-    if width % per_byte:
-        raise ValueError(f"x has rows of {width}: must be even, since packed_int4 holds two weights in each byte")
-    require("w2", w2, width, packed)
-    require("w1", w1, intermediate * (2 if gated else 1), width // per_byte)
-    if x.dim() == 3 and x.shape[0] != num_local:
-        raise ValueError(f"x has shape {tuple(x.shape)}: must have one batch per expert, {num_local}")
-    if topk_ids.dim() != 2 or (x.dim() == 2 and topk_ids.shape[0] != rows):
-        raise ValueError(f"topk_ids has shape {tuple(topk_ids.shape)}: must be [T, K], T = {rows} as x has")
-    return ProblemSize(num_local, rows, width, intermediate, topk_ids.shape[1])
+        check_weights(where, spec, weights, rows.num_local, rows.x.device)
 
 
 def local_ids(rows: ExpertInput) -> Tensor:

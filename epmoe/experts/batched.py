@@ -28,8 +28,9 @@ from epmoe.experts._mlp import (
     mlp_infer,
     mlp_workspace_shapes,
 )
-from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights, WorkspaceShapes
+from epmoe.experts.base import Experts
 from epmoe.experts.gradient_sums import GradientSums, PartSums
+from epmoe.experts.spec import ExpertsSpec, ExpertWeights, WorkspaceShapes
 from epmoe.ops._segments import batched_segments
 from epmoe.ops.gather_dot import gather_dot
 from epmoe.ops.gather_sum import gather_sum

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
-    from epmoe.experts.base import ExpertWeights
+    from epmoe.experts.spec import ExpertWeights
 
 SUMMED = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 

@@ -27,8 +27,9 @@ from epmoe.experts._mlp import (
     mlp_forward,
     mlp_workspace_shapes,
 )
-from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights, WorkspaceShapes
+from epmoe.experts.base import Experts
 from epmoe.experts.gradient_sums import GradientSums, PartSums, summed_by_autograd
+from epmoe.experts.spec import ExpertsSpec, ExpertWeights, WorkspaceShapes
 from epmoe.ops._segments import standard_segments
 from epmoe.ops.align import align_rows
 from epmoe.ops.gather_dot import gather_dot

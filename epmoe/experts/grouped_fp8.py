@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 
 from epmoe.experts._inference import ScaledPath
-from epmoe.experts.base import Experts, ExpertsSpec
+from epmoe.experts.base import Experts
+from epmoe.experts.spec import ExpertsSpec
 from epmoe.quant.weights import FP8_SCHEMES
 
 

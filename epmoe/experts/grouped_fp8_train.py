@@ -20,9 +20,10 @@ from torch.autograd.function import once_differentiable
 
 from epmoe.dispatch.base import BatchedInput, ExpertInput
 from epmoe.experts._mlp import Rows, mlp_backward
-from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights
+from epmoe.experts.base import Experts
 from epmoe.experts.gradient_sums import PartSums
 from epmoe.experts.grouped import _down_bias_backward
+from epmoe.experts.spec import ExpertsSpec, ExpertWeights
 from epmoe.ops._segments import standard_segments
 from epmoe.ops.activation import apply_activation
 from epmoe.ops.align import align_rows

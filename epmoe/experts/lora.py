@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from epmoe.experts.base import ExpertsSpec, ExpertWeights
+    from epmoe.experts.spec import ExpertsSpec, ExpertWeights
 
 
 @dataclasses.dataclass(frozen=True)

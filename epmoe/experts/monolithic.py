@@ -15,7 +15,8 @@ from torch import Tensor
 from epmoe.config import RouterConfig
 from epmoe.dispatch.base import BatchedInput, ExpertInput
 from epmoe.experts._mlp import Rows, kernel_refusal, mlp_forward
-from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights
+from epmoe.experts.base import Experts
+from epmoe.experts.spec import ExpertsSpec, ExpertWeights
 from epmoe.ops._segments import standard_segments
 from epmoe.ops.gather_sum import gather_sum
 from epmoe.ops.route_align import route_align

@@ -12,11 +12,12 @@ from torch.nn import functional as F
 
 from epmoe.config import DTYPES
 from epmoe.dispatch.base import BatchedInput, ExpertInput
-from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights, local_ids
+from epmoe.experts.base import Experts, local_ids
 from epmoe.experts.lora import low_rank_update
+from epmoe.experts.spec import ExpertsSpec, ExpertWeights
 from epmoe.ops.activation import apply_activation
 from epmoe.ops.narrow_formats import widen
-from epmoe.quant import WEIGHT_SCHEMES, QuantizedWeights, dequantize_weights
+from epmoe.quant import WEIGHT_SCHEMES, QuantizedWeights, dequantize_rows, dequantize_weights, quantize_rows_by
 from epmoe.quant.narrow import NARROW_SCHEMES
 
 
@@ -83,7 +84,16 @@ class ReferenceExperts(Experts):
         w1, w2 = self._weights(weights, expert, row.dtype)
         h = updated(F.linear(row, w1, bias1), row, "gate_up")
         h = apply_activation(h, activation.name, activation.alpha, activation.limit)
+        if weights.down_input_scale is not None:
+            h = self._by_fixed_scale(h, weights.down_input_scale[expert, None])
         return updated(F.linear(h, w2, bias2), h, "down")
+
+    def _by_fixed_scale(self, h: Tensor, scale: Tensor) -> Tensor:
+        """`h [n, I]` as a fixed scale lets GEMM2 see it: saturated, which no rounding undoes. Backward takes it for the
+        identity."""
+        assert self.spec.scheme is not None
+        rounded = dequantize_rows(quantize_rows_by(h, scale, self.spec.scheme), h.dtype)
+        return h + (rounded - h).detach() if h.requires_grad else rounded
 
     def _weights(self, weights: ExpertWeights, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """w1 and w2 of one expert in `dtype`, dequantized where they are quantized."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from epmoe.config import MoEConfig
-from epmoe.experts.base import Experts, ExpertsSpec
+from epmoe.experts.base import Experts
 from epmoe.experts.batched import BatchedExperts
 from epmoe.experts.grouped import GroupedExperts
 from epmoe.experts.grouped_fp8 import GroupedFp8Experts
@@ -16,6 +16,7 @@ from epmoe.experts.grouped_fp8_train import GroupedFp8TrainExperts
 from epmoe.experts.grouped_int8 import GroupedInt8Experts
 from epmoe.experts.monolithic import MonolithicExperts
 from epmoe.experts.reference import ReferenceExperts
+from epmoe.experts.spec import ExpertsSpec
 from epmoe.experts.torch_grouped import TorchGroupedExperts
 from epmoe.experts.weight_only import WeightOnlyExperts
 

@@ -18,8 +18,9 @@ from torch.nn import functional as F
 from epmoe.comm.workspace import Workspace
 from epmoe.dispatch.base import BatchedInput, ExpertInput
 from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
-from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights
+from epmoe.experts.base import Experts
 from epmoe.experts.gradient_sums import summed_by_autograd
+from epmoe.experts.spec import ExpertsSpec, ExpertWeights
 from epmoe.ops.activation import apply_activation
 from epmoe.ops.align import align_rows
 from epmoe.ops.gather_sum import gather_sum

@@ -14,7 +14,8 @@ from torch import Tensor
 from epmoe.comm.workspace import Workspace
 from epmoe.experts._inference import InferencePath
 from epmoe.experts._mlp import Rows
-from epmoe.experts.base import Experts, ExpertsSpec, ExpertWeights
+from epmoe.experts.base import Experts
+from epmoe.experts.spec import ExpertsSpec, ExpertWeights
 from epmoe.ops.narrow_gemm import ROW_DTYPES, narrow_grouped_gemm, narrow_grouped_gemm_act
 from epmoe.quant.narrow import NARROW_SCHEMES
 

@@ -28,6 +28,7 @@ class NarrowConfig:
         block_w: weight rows of a tile, at least 64 for wgmma. A gated GEMM1 spends half of them on gates.
         on_tile: scales multiply weights, else sums over a group. Sums take a second accumulator, and groups shorter
             than 64 columns shorter dots; float16 rows always take sums, since weights times scales may leave its range.
+        spans: of 128 columns that a step takes, where both halves of a span share a dot: `D` must be whole steps.
     """
 
     block_t: int
@@ -35,6 +36,7 @@ class NarrowConfig:
     num_warps: int
     num_stages: int
     on_tile: bool = False
+    spans: int = 1
 
 
 @functools.lru_cache(maxsize=4096)
@@ -51,12 +53,17 @@ def narrow_config(
     # routing fills experts unevenly: tiles are for more rows than the mean
     # Few rows: narrow tiles, so that more programs than two or three share an SM and hide what each waits for.
     # int4_g128, 32 × 4 rows, N 4096, K 7168, µs by weight rows of a tile: 64: 182, 128: 226, 256: 294.
+    # Then instructions bound it: a warp has 242 for 64 × 128 numbers of int4_g128 (SASS, not timed), 104 of them the
+    # step's own, barriers among them; with two spans a step 219. At 80 % of 4.8 TB/s an SM has 246 cycles for as many.
     if rows_per_expert <= 24:
-        return NarrowConfig(16 if rows_per_expert <= 12 else 32, 64, num_warps=4, num_stages=4, on_tile=short)
+        block_t, two = (16 if rows_per_expert <= 12 else 32), form.bits == 4 and d % (2 * SPAN) == 0
+        stages, spans = (3, 2) if two else (4, 1)
+        return NarrowConfig(block_t, 64, num_warps=4, num_stages=stages, on_tile=short, spans=spans)
     if rows_per_expert <= 48:
         return NarrowConfig(64, 128, num_warps=8, num_stages=4, on_tile=short)
-    grouped_bytes = form.kind == "int8" and form.group > 0  # three stages beside 256 rows and scales are too large
-    if rows_per_expert <= 96 or grouped_bytes:
+    # three stages beside 256 rows are too large for bytes with scales, and for three quarters of them
+    large = (form.bits == 8 and form.group > 0) or form.bits == 6
+    if rows_per_expert <= 96 or large:
         return NarrowConfig(128, 128, num_warps=8, num_stages=4, on_tile=True)
     # The same with 1024 rows, TFLOP/s by rows of a tile: 256: 510 (scales on sums: 243), 128: 396.
     return NarrowConfig(256, 128, num_warps=8, num_stages=3, on_tile=True)
@@ -92,7 +99,12 @@ def narrow_plan(
     on_tile = config.on_tile and dtype == torch.bfloat16 and form.group > 0
     if form.group > 0 and not on_tile:  # what a second accumulator leaves of the registers
         config = dataclasses.replace(config, block_t=min(config.block_t, 128 if form.group >= SPAN else 64))
+    joined = config.block_t <= 64 and (on_tile or form.group == 0 or form.group >= SPAN)
+    if config.spans > 1 and (not joined or d % (config.spans * SPAN)):  # as many columns under way, in shorter steps
+        config = dataclasses.replace(config, spans=1, num_stages=config.num_stages + 1)
     run = SPAN // 2 if on_tile or form.group == 0 else min(SPAN // 2, form.group)
+    if form.bits == 6:  # what three bytes of a span hold lies 32 columns apart
+        run = SPAN // 4
     descriptor = None
     if aligned and row % 16 == 0 and _has_tma(device):
         descriptor = (
@@ -114,6 +126,7 @@ def narrow_plan(
         "BLOCK_T": config.block_t,
         "BLOCK_W": config.block_w,
         "RUN": run,
+        "SPANS": config.spans,
         "ON_TILE": on_tile,
         "TMA": descriptor is not None,
         "INTERPRETED": INTERPRET,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from epmoe.ops._dependent_launch import let_next_start, wait_for_previous
 from epmoe.ops._gemm_few_rows import _locate
-from epmoe.ops._narrow_widen import halves, whole
+from epmoe.ops._narrow_widen import halves, quarters, whole
 from epmoe.ops._triton import cast_from_float32, dot_accumulate, jit, tl
 from epmoe.ops.activation import activate_and_slopes
 
@@ -109,6 +109,17 @@ def _weights(w, part, col, at, ROW: tl.constexpr, BLOCK_W: tl.constexpr, BYTES: 
 
 
 @jit
+def _sixes(w, part, col, span, ROW: tl.constexpr, BLOCK_W: tl.constexpr, TMA: tl.constexpr, KIND: tl.constexpr,
+           DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
+    """The four quarters `[BLOCK_W, 32]`, widened, of the span of 6-bit numbers that begins with column `span`."""
+    at = span // 128 * 96
+    a = _weights(w, part, col, at, ROW, BLOCK_W, 32, TMA, True)
+    b = _weights(w, part, col, at + 32, ROW, BLOCK_W, 32, TMA, True)
+    c = _weights(w, part, col, at + 64, ROW, BLOCK_W, 32, TMA, True)
+    return quarters(a, b, c, KIND, DTYPE, INTERPRETED)
+
+
+@jit
 def _rows(a_tile, k, is_row, D: tl.constexpr, RUN: tl.constexpr, EVEN: tl.constexpr):
     """Columns k .. k + RUN of the rows at `a_tile`; 0 past D and where there is no row."""
     ks = k + tl.arange(0, RUN)
@@ -148,13 +159,14 @@ def narrow_gemm_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
     RUN: tl.constexpr,
+    SPANS: tl.constexpr,
     ON_TILE: tl.constexpr,
     TMA: tl.constexpr,
     DEPENDENT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Programs walk work items, BLOCK_W weight rows of one expert × up to BLOCK_T of its rows, as in
-    `ops/_gemm_few_rows.py`. A step takes 128 columns.
+    `ops/_gemm_few_rows.py`. A step takes 128 columns, or with few rows SPANS times as many.
 
     Where ON_TILE, scales multiply the widened weights, which rounds the product to the rows' dtype: not for e2m1, whose
     scales leave it exact. Else they multiply, in fp32, the sums over a group: runs of the lower and of the upper 64
@@ -169,6 +181,7 @@ def narrow_gemm_kernel(
     ALL: tl.constexpr = EVEN or GROUP >= 128
     DTYPE: tl.constexpr = out.dtype.element_ty
     PACKED: tl.constexpr = KIND != "int8"
+    SIXES: tl.constexpr = KIND == "e2m3" or KIND == "e3m2"
     SHARED: tl.constexpr = GROUP >= 128 or GROUP == 0  # both halves of a span have the same scale
     JOINED: tl.constexpr = BLOCK_T <= 64 and (ON_TILE or SHARED)  # and one dot for them
     AHEAD: tl.constexpr = GROUP > 0 and not (ON_TILE and SHARED)
@@ -212,39 +225,52 @@ def narrow_gemm_kernel(
         if JOINED:
             # Loads that feed no dot as they come are not pipelined: scales of sums are read a step ahead.
             s = _read_groups(scale_at, 0, N, S, GROUP, 128)
-            for k in tl.range(0, D, 128):
-                if not AHEAD:
-                    s = _read_groups(scale_at, k, N, S, GROUP, 128)
-                if PACKED:
-                    p = _weights(w_tile, e * PARTS, col0, k // 2, ROW, BLOCK_W, 64, TMA, True)
-                    lo, hi = halves(p, KIND, DTYPE, INTERPRETED)
-                else:
-                    lo = whole(_weights(w_tile, e * PARTS, col0, k, ROW, BLOCK_W, 64, TMA, EVEN), DTYPE, INTERPRETED)
-                    hi = whole(
-                        _weights(w_tile, e * PARTS, col0, k + 64, ROW, BLOCK_W, 64, TMA, EVEN), DTYPE, INTERPRETED
-                    )
-                both = tl.join(lo, hi).permute(0, 2, 1).reshape(BLOCK_W, 128)
-                if zero_at is not None:
-                    z = _along_run(_read_groups(zero_at, k, N, S, GROUP, 128), k, S, GROUP, 128, ALL)
-                    both = _less_zero(both, z, KIND, DTYPE, INTERPRETED)
-                else:
-                    both = _less_zero(both, None, KIND, DTYPE, INTERPRETED)
-                x = _rows(a_tile, k, is_row, D, 128, EVEN)
-                if GROUP == 0:
-                    acc += dot_accumulate(both, x.T, tl.zeros_like(acc), INTERPRETED) * unit
-                elif ON_TILE:
-                    both = _times(both, _along_run(s, k, S, GROUP, 128, ALL), DTYPE, INTERPRETED)
-                    acc += dot_accumulate(both, x.T, tl.zeros_like(acc), INTERPRETED) * unit
-                else:
-                    sums = dot_accumulate(both, x.T, tl.zeros_like(acc), INTERPRETED)
-                    acc += sums * _along_run(s, k, S, GROUP, 128, ALL)
-                if AHEAD:
-                    s = _read_groups(scale_at, k + 128, N, S, GROUP, 128)
+            for first in tl.range(0, D, 128 * SPANS):
+                for part in tl.static_range(SPANS):
+                    k = first + part * 128
+                    if not AHEAD:
+                        s = _read_groups(scale_at, k, N, S, GROUP, 128)
+                    if SIXES:
+                        q0, q1, q2, q3 = _sixes(w_tile, e * PARTS, col0, k, ROW, BLOCK_W, TMA, KIND, DTYPE, INTERPRETED)
+                        lo = tl.join(q0, q1).permute(0, 2, 1).reshape(BLOCK_W, 64)
+                        hi = tl.join(q2, q3).permute(0, 2, 1).reshape(BLOCK_W, 64)
+                    elif PACKED:
+                        p = _weights(w_tile, e * PARTS, col0, k // 2, ROW, BLOCK_W, 64, TMA, True)
+                        lo, hi = halves(p, KIND, DTYPE, INTERPRETED)
+                    else:
+                        lo = whole(
+                            _weights(w_tile, e * PARTS, col0, k, ROW, BLOCK_W, 64, TMA, EVEN), DTYPE, INTERPRETED
+                        )
+                        hi = whole(
+                            _weights(w_tile, e * PARTS, col0, k + 64, ROW, BLOCK_W, 64, TMA, EVEN), DTYPE, INTERPRETED
+                        )
+                    both = tl.join(lo, hi).permute(0, 2, 1).reshape(BLOCK_W, 128)
+                    if zero_at is not None:
+                        z = _along_run(_read_groups(zero_at, k, N, S, GROUP, 128), k, S, GROUP, 128, ALL)
+                        both = _less_zero(both, z, KIND, DTYPE, INTERPRETED)
+                    else:
+                        both = _less_zero(both, None, KIND, DTYPE, INTERPRETED)
+                    x = _rows(a_tile, k, is_row, D, 128, EVEN)
+                    if GROUP == 0:
+                        acc += dot_accumulate(both, x.T, tl.zeros_like(acc), INTERPRETED) * unit
+                    elif ON_TILE:
+                        both = _times(both, _along_run(s, k, S, GROUP, 128, ALL), DTYPE, INTERPRETED)
+                        acc += dot_accumulate(both, x.T, tl.zeros_like(acc), INTERPRETED) * unit
+                    else:
+                        sums = dot_accumulate(both, x.T, tl.zeros_like(acc), INTERPRETED)
+                        acc += sums * _along_run(s, k, S, GROUP, 128, ALL)
+                    if AHEAD:
+                        s = _read_groups(scale_at, k + 128, N, S, GROUP, 128)
         else:
             for span in tl.range(0, D, 128):
+                if SIXES:
+                    q0, q1, q2, q3 = _sixes(w_tile, e * PARTS, col0, span, ROW, BLOCK_W, TMA, KIND, DTYPE, INTERPRETED)
                 for run in tl.static_range(64 // RUN):
                     k = span + run * RUN
-                    if PACKED:
+                    if SIXES:
+                        lo = q0 if run == 0 else q1
+                        hi = q2 if run == 0 else q3
+                    elif PACKED:
                         at = span // 2 + run * RUN
                         p = _weights(w_tile, e * PARTS, col0, at, ROW, BLOCK_W, RUN, TMA, True)
                         lo, hi = halves(p, KIND, DTYPE, INTERPRETED)

@@ -1,5 +1,6 @@
-"""Narrow numbers widened in registers: bytes and half bytes to bf16 and fp16 in a few integer instructions, exactly. On
-the path of a token inside the kernel of `ops/narrow_gemm.py`, between a tile of weights and its dot.
+"""Narrow numbers widened in registers: bytes, half bytes and 6-bit codes to bf16 and fp16 in a few integer
+instructions, exactly. On the path of a token inside the kernel of `ops/narrow_gemm.py`, between a tile of weights and
+its dot.
 
 Each number depends on its own byte alone, so that any layout of a tile in registers will do. A float of a small integer
 is the integer under the exponent of the number whose last bit counts 1: 128 in bf16, 1024 in fp16.
@@ -7,7 +8,7 @@ is the integer under the exponent of the number whose last bit counts 1: 128 in 
 
 from __future__ import annotations
 
-from epmoe.ops._triton import jit, tl
+from epmoe.ops._triton import HAVE_TRITON, jit, tl
 
 
 @jit
@@ -147,13 +148,97 @@ def _e2m1_to_fp16(p):
     )
 
 
+def _sixes_ptx(kind: str, dtype: str) -> str:
+    """PTX that makes two registers of each of four floats of three of bytes, four columns of each. A code's five bits
+    become the low bits of the exponent and the high ones of the mantissa, which is the number times a power of two:
+    2**-126 (e2m3) or 2**-124 as bf16, where it may be subnormal, 2**-14 or 2**-12 as fp16."""
+    exponent, mantissa = {"e2m3": (2, 3), "e3m2": (3, 2)}[kind]
+    # where the exponent field begins, its bias, and how a shift brings the code there, from the low or the high byte
+    field, bias = {"bf16": (7, 127), "fp16": (10, 15)}[dtype]
+    place = field - mantissa
+    shift = f"shl.b32 u, t, {place - 2}" if place + 5 <= 10 else f"shr.b32 u, t, {10 - place}"
+    mask = 31 << place
+    up = bias - {"e2m3": 1, "e3m2": 3}[kind]
+    factor = bias + up << field
+    times = "fma.rn.bf16x2 {0}, {0}, m, z" if dtype == "bf16" else "mul.rn.f16x2 {0}, {0}, m"
+    lines = [
+        ".reg .b32 t, u, m, z, c;",
+        f"mov.b32 m, 0x{factor:04X}{factor:04X};",
+        "mov.b32 z, 0x80008000;",
+        "shl.b32 c, $8, 6;",
+        "and.b32 c, c, 0xC0C0C0C0;",
+        "shl.b32 t, $9, 4;",
+        "lop3.b32 c, t, 0x30303030, c, 0xEA;",
+        "shl.b32 t, $10, 2;",
+        "lop3.b32 c, t, 0x0C0C0C0C, c, 0xEA;",
+    ]
+    for quarter, source in enumerate(("$8", "$9", "$10", "c")):
+        for pair, bytes_ in enumerate(("0x1100", "0x3322")):
+            to = f"${2 * quarter + pair}"
+            lines += [
+                f"prmt.b32 t, {source}, 0, {bytes_};",
+                f"{shift};",
+                "and.b32 t, t, 0x80008000;",
+                f"lop3.b32 {to}, u, 0x{mask:04X}{mask:04X}, t, 0xEA;",
+                f"{times.format(to)};",
+            ]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+if HAVE_TRITON:
+    SIXES = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 3))
+    E2M3_BF16, E2M3_FP16 = (tl.constexpr(_sixes_ptx("e2m3", dtype)) for dtype in ("bf16", "fp16"))
+    E3M2_BF16, E3M2_FP16 = (tl.constexpr(_sixes_ptx("e3m2", dtype)) for dtype in ("bf16", "fp16"))
+
+
 @jit
-def _e2m1(code):
-    """e2m1 codes, int32, as fp32 in plain arithmetic."""
-    exponent = (code >> 1) & 3
-    mantissa = code & 1
-    twice = tl.where(exponent == 0, mantissa, (2 + mantissa) << tl.maximum(exponent - 1, 0))
-    return tl.where(code >= 8, -0.5, 0.5) * twice.to(tl.float32)
+def _sixes_to_bf16(a, b, c, PTX: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        PTX, SIXES, [a, b, c], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+    )
+
+
+@jit
+def _sixes_to_fp16(a, b, c, PTX: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        PTX, SIXES, [a, b, c], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4
+    )
+
+
+@jit
+def _small_float(code, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """Codes, int32, of a sign, EXPONENT and MANTISSA bits as fp32 in plain arithmetic."""
+    WHOLE: tl.constexpr = 1 << MANTISSA
+    UNIT: tl.constexpr = 2.0 ** (1 - BIAS - MANTISSA)
+    size = code & ((1 << (EXPONENT + MANTISSA)) - 1)
+    exponent = size >> MANTISSA
+    mantissa = size & (WHOLE - 1)
+    units = tl.where(exponent == 0, mantissa, (WHOLE + mantissa) << tl.maximum(exponent - 1, 0))
+    return tl.where(code > size, -UNIT, UNIT) * units.to(tl.float32)
+
+
+@jit
+def quarters(a, b, c, KIND: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The four numbers of 6 bits that each three bytes a, b, c hold, as DTYPE (interpreted: fp32), exact."""
+    if INTERPRETED:
+        EXPONENT: tl.constexpr = 2 if KIND == "e2m3" else 3
+        BIAS: tl.constexpr = 1 if KIND == "e2m3" else 3
+        a, b, c = a.to(tl.int32), b.to(tl.int32), c.to(tl.int32)
+        d = (a & 3) << 4 | (b & 3) << 2 | (c & 3)
+        q0 = _small_float(a >> 2, EXPONENT, 5 - EXPONENT, BIAS)
+        q1 = _small_float(b >> 2, EXPONENT, 5 - EXPONENT, BIAS)
+        q2 = _small_float(c >> 2, EXPONENT, 5 - EXPONENT, BIAS)
+        q3 = _small_float(d, EXPONENT, 5 - EXPONENT, BIAS)
+    elif KIND == "e2m3":
+        if DTYPE == tl.bfloat16:
+            q0, q1, q2, q3 = _sixes_to_bf16(a, b, c, E2M3_BF16)
+        else:
+            q0, q1, q2, q3 = _sixes_to_fp16(a, b, c, E2M3_FP16)
+    elif DTYPE == tl.bfloat16:
+        q0, q1, q2, q3 = _sixes_to_bf16(a, b, c, E3M2_BF16)
+    else:
+        q0, q1, q2, q3 = _sixes_to_fp16(a, b, c, E3M2_FP16)
+    return q0, q1, q2, q3
 
 
 @jit
@@ -163,7 +248,7 @@ def halves(p, KIND: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr
     if INTERPRETED:
         lo, hi = (p & 15).to(tl.int32), (p >> 4).to(tl.int32)
         if KIND == "fp4":
-            lo, hi = _e2m1(lo), _e2m1(hi)
+            lo, hi = _small_float(lo, 2, 1, 1), _small_float(hi, 2, 1, 1)
         else:
             lo, hi = lo.to(tl.float32), hi.to(tl.float32)
     elif KIND == "fp4":

@@ -5,6 +5,7 @@
     AWQ     qweight int32 [K, N/8], bits 4·i.. of word c: output column 8·c + (0 2 4 6 1 3 5 7)[i]
             qzeros int32 [S, N/8] likewise, as they are; scales [S, N]
     MXFP4   blocks uint8 [E, N, K/32, 16], the even column in the low half; scales uint8 [E, N, K/32]
+    MXFP6   blocks uint8 [E, N, K/32, 24], six bits a column from the lowest on, four in three bytes; scales as MXFP4
     NVFP4   weight uint8 [N, K/2], the even column in the low half; weight_scale e4m3 [N, K/16]; weight_scale_2 a number
 
 b bits, N output channels, K what is summed over, S groups along K, E experts.
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from epmoe.ops.narrow_formats import narrow_format, pack_nibbles
+from epmoe.ops.narrow_formats import narrow_format, pack_nibbles, pack_sixes
 from epmoe.quant.narrow import NarrowWeights
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -109,15 +110,30 @@ def from_mxfp4_blocks(blocks: Tensor, scales: Tensor, *, interleaved: bool = Fal
     Raises:
         ValueError: shapes or dtypes are not as above.
     """
-    if blocks.dim() != 4 or blocks.shape[3] != 16 or blocks.dtype != torch.uint8:
-        raise ValueError(f"blocks is {blocks.dtype} {tuple(blocks.shape)}: must be torch.uint8 [E, N, K/32, 16]")
-    if scales.dtype != torch.uint8:
-        raise ValueError(f"scales is {scales.dtype}: must be torch.uint8")
-    _fits(scales, "scales", tuple(blocks.shape[:3]))
-    if interleaved:
-        blocks, scales = (torch.cat((t[:, ::2], t[:, 1::2]), 1) for t in (blocks, scales))
+    blocks, scales = _mx_blocks(blocks, scales, 16, interleaved)
     values = pack_nibbles(_pairs(blocks).flatten(2), 0)
-    return NarrowWeights(values, scales.mT.contiguous(), "mxfp4", blocks.shape[2] * 32)
+    return NarrowWeights(values, scales, "mxfp4", blocks.shape[2] * 32)
+
+
+def from_mxfp6_blocks(blocks: Tensor, scales: Tensor, scheme: str, *, interleaved: bool = False) -> NarrowWeights:
+    """The experts of a projection in MXFP6, `[E, N, K]`.
+
+    Weights `[E, N, 3·K/4]` that are not cut into blocks are the same bytes: `weight.unflatten(-1, (-1, 24))`.
+
+    Args:
+        scheme: what the six bits are, `mxfp6_e2m3` or `mxfp6_e3m2`.
+        interleaved: as in `from_mxfp4_blocks`.
+
+    Raises:
+        ValueError: another scheme, or shapes or dtypes that are not as above.
+    """
+    if scheme not in ("mxfp6_e2m3", "mxfp6_e3m2"):
+        raise ValueError(f"scheme={scheme!r}: must be mxfp6_e2m3 or mxfp6_e3m2")
+    blocks, scales = _mx_blocks(blocks, scales, 24, interleaved)
+    first, second, third = blocks.unflatten(-1, (-1, 3)).unbind(-1)
+    codes = (first & 63, first >> 6 | (second & 15) << 2, second >> 4 | (third & 3) << 4, third >> 2)
+    values = pack_sixes(torch.stack(codes, -1).flatten(2))
+    return NarrowWeights(values, scales, scheme, blocks.shape[2] * 32)
 
 
 def from_nvfp4(weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor) -> NarrowWeights:
@@ -164,6 +180,18 @@ def take_channels(q: NarrowWeights, index: Tensor) -> NarrowWeights:
     assert scales is not None
     outer = None if q.outer is None else q.outer[:, index].contiguous()
     return NarrowWeights(values, scales.view(q.scales.dtype), q.scheme, q.width, zeros, outer)
+
+
+def _mx_blocks(blocks: Tensor, scales: Tensor, size: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Blocks of `size` bytes, gates before up projections, and scales as `NarrowWeights` has them."""
+    if blocks.dim() != 4 or blocks.shape[3] != size or blocks.dtype != torch.uint8:
+        raise ValueError(f"blocks is {blocks.dtype} {tuple(blocks.shape)}: must be torch.uint8 [E, N, K/32, {size}]")
+    if scales.dtype != torch.uint8:
+        raise ValueError(f"scales is {scales.dtype}: must be torch.uint8")
+    _fits(scales, "scales", tuple(blocks.shape[:3]))
+    if interleaved:
+        blocks, scales = (torch.cat((t[:, ::2], t[:, 1::2]), 1) for t in (blocks, scales))
+    return blocks, scales.mT.contiguous()
 
 
 def _words(t: Tensor, name: str, shape: tuple[int, int] | None = None) -> None:

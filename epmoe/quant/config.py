@@ -42,8 +42,10 @@ class QuantConfig:
             quantized `MoEConfig.experts` says.
         block: rows and columns of w that share a scale in block schemes, the last of each partial: 128 × 128.
         scales: of rows, `dynamic`, each row's own, or `static`: one number, fixed before (`MoELayer.set_input_scale`),
-            by which rows are quantized before they are sent. For serving, with `fp8_row` or `int8_row` rows. The
-            activation between the GEMMs is scaled row by row in either case.
+            by which rows are quantized before they are sent. For serving, with `fp8_row` or `int8_row` rows. It must
+            be one number for all experts: a row is sent once, to several of them.
+        down_scales: of the activation between the GEMMs, `dynamic`, or `static`: one number for each expert
+            (`MoELayer.set_down_input_scales`), with `fp8_row` or `int8_row` weights. What is past it saturates.
         zero_points: of integer schemes that may have them, as GPTQ and AWQ checkpoints do.
 
     Raises:
@@ -62,6 +64,7 @@ class QuantConfig:
     experts: str = "auto"
     block: tuple[int, int] = BLOCK
     scales: str = "dynamic"
+    down_scales: str = "dynamic"
     zero_points: bool = False
 
     def __post_init__(self) -> None:
@@ -80,8 +83,9 @@ class QuantConfig:
                 "does not divide are fine"
             )
 
-        if self.scales not in ("dynamic", "static"):
-            raise ValueError(f"QuantConfig.scales={self.scales!r}: must be 'dynamic' or 'static'")
+        for field in ("scales", "down_scales"):
+            if getattr(self, field) not in ("dynamic", "static"):
+                raise ValueError(f"QuantConfig.{field}={getattr(self, field)!r}: must be 'dynamic' or 'static'")
         if self.scales == "static":
             rows = self.rows
             if self.weights is None or rows is None or row_format(rows).group:
@@ -89,6 +93,13 @@ class QuantConfig:
                     f"QuantConfig.scales='static' with weights={self.weights!r} and rows in {rows!r}: must be "
                     "quantized weights and rows with one scale, fp8_row or int8_row"
                 )
+        if self.down_scales == "static" and (
+            self.weights is None or FORMATS[self.weights].rows is None or row_format(self.weights).group
+        ):
+            raise ValueError(
+                f"QuantConfig.down_scales='static' with weights={self.weights!r}: must be weights that meet rows with "
+                "one scale, fp8_row or int8_row"
+            )
         if self.zero_points and (self.weights is None or not FORMATS[self.weights].zeros):
             able = ", ".join(scheme for scheme, form in FORMATS.items() if form.zeros)
             raise ValueError(f"QuantConfig.zero_points=True with weights={self.weights!r}: must be one of {able}")
@@ -105,18 +116,27 @@ class QuantConfig:
         """The configuration of a released fp8 checkpoint, from the `quantization_config` of its `config.json`.
 
         Args:
-            settings: DeepSeek's form: `quant_method="fp8"`, `weight_block_size=[128, 128]`, `scale_fmt="ue8m0"` where
-                scales are powers of two.
+            settings: DeepSeek's form, `quant_method="fp8"`, `weight_block_size=[128, 128]`, `scale_fmt="ue8m0"` where
+                scales are powers of two; or without a block: weights with one scale for a tensor or a channel
+                (`weight_scale`), and rows likewise under `activation_scheme="static"` (`input_scale`).
             fields: other fields of the `QuantConfig`.
 
         Raises:
             ValueError: another method, block, or kind of scales.
         """
-        for name, right in (("quant_method", ("fp8",)), ("activation_scheme", ("dynamic", None))):
+        for name, right in (("quant_method", ("fp8",)), ("activation_scheme", ("dynamic", None, "static"))):
             if settings.get(name) not in right:
                 raise ValueError(f"quantization_config.{name}={settings.get(name)!r}: must be {right[0]!r}")
-        block = settings.get("weight_block_size")
-        if block is None or tuple(block) != BLOCK:
+        block, static = settings.get("weight_block_size"), settings.get("activation_scheme") == "static"
+        if block is None:
+            fixed = {"scales": "static", "down_scales": "static"} if static else {}
+            return cls("fp8_row", **(fixed | fields))
+        if static:
+            raise ValueError(
+                "quantization_config.activation_scheme='static' with weight_block_size: must be 'dynamic', since rows "
+                "have a scale per block then"
+            )
+        if tuple(block) != BLOCK:
             raise ValueError(f"quantization_config.weight_block_size={block!r}: must be {list(BLOCK)}")
         power_of_two = settings.get("scale_fmt") == "ue8m0"
         return cls("fp8_block_ue8m0" if power_of_two else "fp8_block", **fields)

@@ -1,4 +1,4 @@
-"""Narrow weights: 4- and 8-bit numbers that kernels widen tile by tile and multiply by rows that are not quantized.
+"""Narrow weights: 4-, 6- and 8-bit numbers that kernels widen tile by tile and multiply by rows that are not quantized.
 
 What the schemes mean and how the numbers lie: `ops/narrow_formats.py`. Beside the path of a token.
 
@@ -8,16 +8,16 @@ L local experts, N output channels (2I for gate and up rows together), K what is
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from epmoe.ops.narrow_formats import NARROW_FORMATS, NarrowFormat, narrow_format, pack_nibbles, scales_of, widen
+from epmoe.ops.narrow_formats import FLOATS, NARROW_FORMATS, NarrowFormat, narrow_format, pack_codes, scales_of, widen
 
 NARROW_SCHEMES = tuple(NARROW_FORMATS)
 E4M3_LARGEST, E4M3_SMALLEST = 448.0, 2.0**-9
-E2M1_LARGEST = 6.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,8 @@ class NarrowWeights:
     """Weights `[L, N, K]` in few bits.
 
     Attributes:
-        values: int8 `[L, N, K]`, or uint8 `[L, N, 64·ceil(K / 128)]` for 4-bit schemes; contiguous.
+        values: int8 `[L, N, K]`, or uint8 `[L, N, B·ceil(K / 128)]`, B = 64 for 4-bit schemes and 96 for 6-bit ones;
+            contiguous.
         scales: `[L, S, N]` contiguous, of a dtype that the scheme has.
         scheme: one of `NARROW_SCHEMES`.
         width: K.
@@ -110,10 +111,10 @@ def quantize_narrow(
     """`w [L, N, K]` (floating) as narrow weights, each number to the nearest; one expert at a time. Not differentiable.
 
     Integer scales are amax / 7 (amax / 127), with zero points (largest - smallest) / 15 (/ 255) of an interval that
-    holds 0, rounded to their dtype before numbers are rounded by them; `mxfp4` takes 2**(floor(log2 amax) - 2) as the
-    OCP Microscaling specification says, so that what is past 6 saturates; `nvfp4` takes amax / 6 beside amax / 2688 of
-    the expert. A group of zeros has scale 1; an inf or a NaN makes the scale of its group NaN and touches no other
-    group.
+    holds 0, rounded to their dtype before numbers are rounded by them. `mxfp4` takes 2**(floor(log2 amax) - 2) as the
+    OCP Microscaling specification says, so that what is past 6 saturates, as do `mxfp6_e2m3` past 7.5, and `mxfp6_e3m2`
+    past 28 with 2**(floor(log2 amax) - 4). `nvfp4` takes amax / 6 beside amax / 2688 of the expert. A group of zeros
+    has scale 1; an inf or a NaN makes the scale of its group NaN and touches no other group.
 
     Args:
         zeros: with zero points; integer schemes only.
@@ -140,8 +141,8 @@ def quantize_narrow(
     outer = w.new_empty(num_local, n, dtype=torch.float32) if form.outer else None
     for e in range(num_local):
         groups = _grouped(w[e].detach(), form)
-        if form.kind == "fp4":
-            codes, scale, second = _round_e2m1(groups, form, dtype)
+        if form.kind in FLOATS:
+            codes, scale, second = _round_floats(groups, form, dtype)
             if outer is not None:
                 outer[e] = second
         else:
@@ -149,8 +150,7 @@ def quantize_narrow(
             if points is not None:
                 points[e] = zero.mT
         scales[e] = scale.mT
-        codes = codes.flatten(1)[:, :k]
-        values[e] = codes if form.kind == "int8" else pack_nibbles(codes, 8 if form.kind == "int4" else 0)
+        values[e] = pack_codes(codes.flatten(1)[:, :k], form.kind)
     return NarrowWeights(values, scales, scheme, k, points, outer)
 
 
@@ -197,27 +197,29 @@ def _round_integers(
     return codes, scale, zero.to(torch.int8)
 
 
-def _round_e2m1(groups: Tensor, form: NarrowFormat, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _round_floats(groups: Tensor, form: NarrowFormat, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Codes `[N, S, G]`, scales `[N, S]` and the expert's second scale."""
     amax = groups.abs().amax(-1)
     finite = amax.isfinite()
+    sizes = FLOATS[form.kind].magnitudes()
     outer = torch.ones((), device=groups.device)
     if form.outer:
         largest = torch.where(finite, amax, 0).max()
-        outer = torch.where(largest == 0, 1.0, (largest / (E4M3_LARGEST * E2M1_LARGEST)).clamp_min(2.0**-126))
-        scale = _positive(amax / (E2M1_LARGEST * outer), amax, E4M3_SMALLEST).clamp_max(E4M3_LARGEST).to(dtype)
+        outer = torch.where(largest == 0, 1.0, (largest / (E4M3_LARGEST * sizes[-1])).clamp_min(2.0**-126))
+        scale = _positive(amax / (sizes[-1] * outer), amax, E4M3_SMALLEST).clamp_max(E4M3_LARGEST).to(dtype)
     else:
-        exponent = torch.frexp(torch.where(finite & (amax > 0), amax, 4.0)).exponent - 3  # floor(log2) - 2
+        most = math.frexp(sizes[-1])[1]  # the largest number lies below 2**most, so the scale is 2**(.. + 1 - most)
+        exponent = torch.frexp(torch.where(finite & (amax > 0), amax, 2.0 ** (most - 1))).exponent - most
         scale = torch.where(finite, (exponent + 127).clamp(0, 254), 255).to(dtype)
     wide = scales_of(scale, torch.float32) * outer
     divisor = torch.where(finite, wide, 1.0)[..., None]
-    return _e2m1_codes(torch.where(finite[..., None], groups / divisor, 0.0)), scale, outer
+    return _nearest_codes(torch.where(finite[..., None], groups / divisor, 0.0), form.kind), scale, outer
 
 
-def _e2m1_codes(x: Tensor) -> Tensor:
-    """The nearest e2m1 number's code, ties to the even mantissa, past 6 to 6."""
-    size = x.abs()
-    code = torch.zeros_like(x, dtype=torch.uint8)
-    for middle, even_above in ((0.25, 0), (0.75, 1), (1.25, 0), (1.75, 1), (2.5, 0), (3.5, 1), (5.0, 0)):
-        code += (size >= middle) if even_above else (size > middle)
-    return code | (torch.signbit(x).to(torch.uint8) << 3)
+def _nearest_codes(x: Tensor, kind: str) -> Tensor:
+    """Codes of the nearest numbers, ties to the even mantissa, past the largest to it."""
+    sizes = torch.tensor(FLOATS[kind].magnitudes(), dtype=torch.float32, device=x.device)
+    middles, size = (sizes[1:] + sizes[:-1]) / 2, x.abs()
+    below, above = (torch.bucketize(size, middles, out_int32=True, right=right) for right in (False, True))
+    code = torch.where(below % 2 == 0, below, above)  # codes ascend, so an even one has an even mantissa
+    return (code | torch.signbit(x).int() * FLOATS[kind].sign).to(torch.uint8)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from epmoe.config import Activation, RouterConfig
 from epmoe.dispatch.base import ExpertInput, Layout
-from epmoe.experts.base import ExpertsSpec, ExpertWeights
 from epmoe.experts.grouped import GroupedExperts
 from epmoe.experts.monolithic import MonolithicExperts
+from epmoe.experts.spec import ExpertsSpec, ExpertWeights
 from epmoe.ops._routed_mlp_configs import MAX_TOKENS
 from epmoe.router import route
 from epmoe.testing import poisoned_empty

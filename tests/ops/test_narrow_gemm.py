@@ -203,7 +203,9 @@ def test_kernel_agrees_with_float64_of_the_same_numbers(scheme, zeros, device, s
     assert total.square().mean().sqrt().item() < 1.3 * own_error(scheme)
 
 
-@pytest.mark.parametrize("scheme", ["int4_g32", "int4_channel", "int8_g128", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize(
+    "scheme", ["int4_g32", "int4_channel", "int8_g128", "mxfp4", "nvfp4", "mxfp6_e2m3", "mxfp6_e3m2"]
+)
 def test_fp16_rows_keep_their_own_precision(scheme, device, seed):
     c = case([3, 2], 48, 144, scheme, device, seed, zeros=scheme in INTEGERS, dtype=torch.float16)
     check_gemm(c)
@@ -217,7 +219,7 @@ def test_any_split_of_rows_in_any_layout(counts, layout, device, seed):
 
 @pytest.mark.parametrize("n, d", [(24, 40), (192, 80), (80, 192), (2, 1)])
 def test_no_size_has_to_be_a_multiple_of_a_block(n, d, device, seed):
-    for scheme in ("int4_g128", "mxfp4", "int8_g32"):
+    for scheme in ("int4_g128", "mxfp4", "int8_g32", "mxfp6_e3m2"):
         check_act(case([2, 0, 3], n, d, scheme, device, seed), Activation("swiglu"))
 
 
@@ -233,8 +235,12 @@ def test_bias_and_router_weight_are_independent(bias, scale, device, seed):
 
 
 @pytest.mark.parametrize(
-    "scheme, rows", [("int4_g128", 4), ("nvfp4", 20), ("int8_g32", 40), ("int4_g64", 80), ("mxfp4", 400)]
-)
+    "scheme, rows",
+    [
+        ("int4_g128", 4), ("nvfp4", 20), ("int8_g32", 40), ("int4_g64", 80), ("mxfp4", 400), ("mxfp6_e2m3", 4),
+        ("mxfp6_e3m2", 400),
+    ],
+)  # fmt: skip
 def test_what_a_gpu_would_choose_is_right_for_few_rows_and_for_many(scheme, rows, device, seed, configure):
     configure(lambda device, scheme, _, n, d, gated: narrow_config(device, scheme, rows, n, d, gated, False))
     n, d = (96, 200) if device == "cpu" else (1440, 1500)
@@ -256,6 +262,10 @@ def test_what_a_gpu_would_choose_is_right_for_few_rows_and_for_many(scheme, rows
         ("mxfp4", False, 300, torch.bfloat16),
         ("mxfp4", False, 300, torch.float16),
         ("nvfp4", False, 90, torch.bfloat16),
+        ("mxfp6_e2m3", False, 3, torch.bfloat16),
+        ("mxfp6_e3m2", False, 40, torch.bfloat16),
+        ("mxfp6_e2m3", False, 300, torch.bfloat16),
+        ("mxfp6_e3m2", False, 300, torch.float16),
     ],
     ids=str,
 )
@@ -266,7 +276,7 @@ def test_large_experts_by_the_kernels_choice(scheme, zeros, rows, dtype, device,
 
 
 @pytest.mark.parametrize("on_tile", [False, True], ids=["sums", "tile"])
-@pytest.mark.parametrize("scheme", ["int4_g64", "int8_g128", "nvfp4"])
+@pytest.mark.parametrize("scheme", ["int4_g64", "int8_g128", "nvfp4", "mxfp6_e2m3"])
 def test_scales_may_multiply_weights_or_sums(scheme, on_tile, device, seed, configure):
     """Also e2m1, whose product with its scale is exact in bf16."""
     c = case([3, 0, 2], 40, 256, scheme, device, seed, zeros=scheme in INTEGERS)
@@ -279,7 +289,7 @@ def test_scales_may_multiply_weights_or_sums(scheme, on_tile, device, seed, conf
 def test_pointers_and_descriptors_read_the_same(tma, device, seed, monkeypatch, configure):
     configure(narrow_config)
     monkeypatch.setattr(_narrow_configs, "_has_tma", lambda device: tma)
-    for scheme in ("int4_g128", "int8_channel"):
+    for scheme in ("int4_g128", "int8_channel", "mxfp6_e2m3"):
         check_act(case([5, 0, 4], 144, 160, scheme, device, seed), Activation("swiglu"))
 
 
@@ -356,3 +366,28 @@ def test_what_does_not_fit_is_named(seed):
     n = case([2, 3], 48, 160, "nvfp4", "cpu", seed)
     with pytest.raises(ValueError, match="w_outer is None"):
         narrow_grouped_gemm(n.a, *n.narrow[:3], None, None, *n.rows, "nvfp4")
+
+
+@pytest.mark.parametrize("d", [512, 384], ids=["whole-steps", "half-a-step-over"])
+@pytest.mark.parametrize("scheme", ["int4_g128", "int4_channel", "mxfp4"])
+def test_two_spans_a_step_give_the_bits_of_one(scheme, d, device, seed, configure):
+    c, given = case([3, 0, 2], 40, d, scheme, device, seed, zeros=scheme in INTEGERS), []
+    for spans in (1, 2):
+        configure(lambda *args, spans=spans: NarrowConfig(16, 64, 4, 3, on_tile=scheme == "mxfp4", spans=spans))
+        given.append(check_gemm(c)[c.owned])
+    assert torch.equal(*given)
+
+
+def test_a_gpu_takes_two_spans_a_step_for_few_rows_of_four_bits_and_whole_steps():
+    def chosen(scheme: str, rows: int, d: int) -> tuple[int, int]:
+        config = narrow_config(torch.device("cpu"), scheme, rows, 512, d, False, False)
+        return config.spans, config.num_stages
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_narrow_configs, "_has_roomy_sms", lambda device: True)
+        narrow_config.cache_clear()
+        assert chosen("int4_g128", 1, 2048) == chosen("mxfp4", 20, 7168) == (2, 3)
+        for scheme, rows, d in (("int8_channel", 1, 2048), ("int4_g128", 1, 1408), ("mxfp6_e2m3", 1, 2048)):
+            assert chosen(scheme, rows, d) == (1, 4)
+        assert chosen("int4_g128", 64, 2048)[0] == 1
+    narrow_config.cache_clear()

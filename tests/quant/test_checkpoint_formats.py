@@ -14,10 +14,12 @@ from epmoe.quant.checkpoint_formats import (
     from_awq,
     from_gptq,
     from_mxfp4_blocks,
+    from_mxfp6_blocks,
     from_nvfp4,
     stack_narrow,
     take_channels,
 )
+from tests.quant.test_narrow import six_bit_number
 
 E2M1 = [sign * x for sign in (1, -1) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 
@@ -48,7 +50,7 @@ def meant(u: Tensor, z: Tensor, s: Tensor, group: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group", [32, 128, 256, -1])
+@pytest.mark.parametrize("group", [32, 64, 128, 256, -1])
 def test_gptq_packs_along_k_and_stores_zero_points_less_one(group, bits, seed):
     k, n = 288, 16
     size = k if group == -1 else group
@@ -121,6 +123,21 @@ def test_mxfp4_blocks_hold_the_even_column_in_the_low_half(interleaved, seed):
         assert got[e, row, k].item() == want
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["plain", "interleaved"])
+@pytest.mark.parametrize("scheme", ["mxfp6_e2m3", "mxfp6_e3m2"])
+def test_mxfp6_blocks_are_a_string_of_six_bits_each(scheme, interleaved, seed):
+    g = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(0, 256, (2, 6, 3, 24), generator=g, dtype=torch.uint8)
+    scales = torch.randint(100, 140, (2, 6, 3), generator=g, dtype=torch.uint8)
+    got = dequantize_narrow(from_mxfp6_blocks(blocks, scales, scheme, interleaved=interleaved), torch.float64)
+    for e, n, k in [(0, 0, 0), (0, 1, 1), (1, 5, 95), (1, 2, 34), (0, 4, 63), (1, 3, 28)]:
+        bits = int.from_bytes(bytes(blocks[e, n, k // 32].tolist()), "little")
+        code = bits >> 6 * (k % 32) & 63
+        number = six_bit_number(scheme[-4:], code & 31) * (-1 if code > 31 else 1)
+        row = n // 2 + 3 * (n % 2) if interleaved else n
+        assert got[e, row, k].item() == number * 2.0 ** (int(scales[e, n, k // 32]) - 127)
+
+
 def test_nvfp4_multiplies_both_scales(seed):
     g = torch.Generator().manual_seed(seed)
     weight = torch.randint(0, 256, (6, 40), generator=g, dtype=torch.uint8)
@@ -133,7 +150,7 @@ def test_nvfp4_multiplies_both_scales(seed):
         assert got[n, k].item() == pytest.approx(want, rel=1e-12)
 
 
-@pytest.mark.parametrize("scheme", ["int4_g64", "int8_channel", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("scheme", ["int4_g64", "int8_channel", "mxfp4", "nvfp4", "mxfp6_e3m2"])
 def test_experts_are_stacked_and_channels_joined(scheme, seed):
     g = torch.Generator().manual_seed(seed)
     wide = [torch.randn(1, 5, 130, generator=g) for _ in range(4)]
@@ -160,6 +177,9 @@ def test_parts_that_do_not_fit_are_named(seed):
         (lambda: from_awq(qweight, qzeros, s), "scales has shape"),
         (lambda: from_mxfp4_blocks(torch.zeros(2, 3, 4, 8, dtype=torch.uint8), s), "blocks is"),
         (lambda: from_mxfp4_blocks(torch.zeros(2, 3, 4, 16, dtype=torch.uint8), s), "scales is torch.float16"),
+        (lambda: from_mxfp6_blocks(torch.zeros(2, 3, 4, 16, dtype=torch.uint8), s, "mxfp6_e2m3"), "blocks is"),
+        (lambda: from_mxfp6_blocks(torch.zeros(2, 3, 4, 24, dtype=torch.uint8), s, "mxfp6_e2m3"), "scales is torch.fl"),
+        (lambda: from_mxfp6_blocks(torch.zeros(2, 3, 4, 24, dtype=torch.uint8), s, "mxfp4"), "scheme='mxfp4'"),
         (lambda: from_nvfp4(torch.zeros(3, 4, dtype=torch.uint8), s, s), "weight is"),
         (lambda: stack_narrow([]), "parts is empty"),
     ]:

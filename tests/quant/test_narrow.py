@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from epmoe.ops.narrow_formats import narrow_format, pack_nibbles, unpack_nibbles
+from epmoe.ops.narrow_formats import narrow_format, pack_nibbles, pack_sixes, unpack_nibbles, unpack_sixes
 from epmoe.quant import NARROW_SCHEMES, NarrowWeights, dequantize_narrow, narrow_bytes, quantize_narrow
 
 INTEGERS = [scheme for scheme in NARROW_SCHEMES if scheme.startswith("int")]
 E2M1 = [sign * x for sign in (1, -1) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 # Relative L2 of normal numbers after rounding, each scheme's own: int4 of 128 columns spends 16 steps on about ±2.7 σ.
-OWN_ERROR = {"int4": 0.14, "int8": 0.009, "mxfp4": 0.14, "nvfp4": 0.11}
+OWN_ERROR = {"int4": 0.14, "int8": 0.009, "mxfp4": 0.14, "nvfp4": 0.11, "mxfp6_e2m3": 0.035, "mxfp6_e3m2": 0.065}
 
 
 def weights(n: int, k: int, seed: int) -> Tensor:
@@ -28,11 +28,30 @@ def own_error(scheme: str) -> float:
     return OWN_ERROR.get(scheme, OWN_ERROR.get(scheme.split("_")[0], math.nan))
 
 
+def six_bit_number(kind: str, code: int) -> float:
+    """The magnitude that five bits are, as the OCP Microscaling specification defines them."""
+    mantissa_bits, bias = (3, 1) if kind == "e2m3" else (2, 3)
+    exponent, mantissa = code >> mantissa_bits, (code & ((1 << mantissa_bits) - 1)) / 2**mantissa_bits
+    return 2.0 ** (1 - bias) * mantissa if exponent == 0 else 2.0 ** (exponent - bias) * (1 + mantissa)
+
+
+def numbers_held(scheme: str) -> Tensor:
+    """All that a code of a scheme of floats can be, ascending, before its scale."""
+    kind = narrow_format(scheme).kind
+    sizes = set(E2M1) if kind == "fp4" else {six_bit_number(kind, code) for code in range(32)}
+    return torch.tensor(sorted(sizes | {-x for x in sizes}), dtype=torch.float64)
+
+
 def column(q: NarrowWeights, e: int, n: int, k: int) -> float:
     """The number that column k of channel n is, found byte by byte as the format says."""
     form, value = narrow_format(q.scheme), q.values
     if form.kind == "int8":
         number = float(value[e, n, k])
+    elif form.kind in ("e2m3", "e3m2"):
+        span, within = divmod(k, 128)
+        three = [int(value[e, n, 96 * span + 32 * p + within % 32]) for p in range(3)]
+        code = three[within // 32] // 4 if within < 96 else sum(b % 4 * 4 ** (2 - p) for p, b in enumerate(three))
+        number = (-1.0 if code >= 32 else 1.0) * six_bit_number(form.kind, code % 32)
     else:
         span, within = divmod(k, 128)
         byte = int(value[e, n, 64 * span + within % 64])
@@ -74,20 +93,20 @@ def test_integers_are_the_nearest_ones_at_their_groups_scale(scheme, zeros, k, s
         assert ((got - part).abs() <= step * (1.001 if zeros else 0.5001)).all()
 
 
-@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4"])
-def test_four_bit_floats_are_the_nearest_ones_at_their_blocks_scale(scheme, seed):
+@pytest.mark.parametrize("scheme", ["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "nvfp4"])
+def test_small_floats_are_the_nearest_ones_at_their_blocks_scale(scheme, seed):
     w = weights(4, 80, seed)
     q = quantize_narrow(w, scheme)
     group = narrow_format(scheme).group
-    table = torch.tensor(sorted(set(E2M1)), dtype=torch.float64)
+    table = numbers_held(scheme)
     back = dequantize_narrow(q, torch.float64)
     for s, first in enumerate(range(0, 80, group)):
         part = w[:, :, first : first + group].double()
         amax = part.abs().amax(-1)
-        if scheme == "mxfp4":
+        if scheme.startswith("mx"):
             assert q.scales.dtype == torch.uint8
             scale = 2.0 ** (q.scales[:, s].double() - 127)
-            assert (scale == 2.0 ** (amax.log2().floor() - 2)).all()
+            assert (scale == 2.0 ** (amax.log2().floor() - (4 if scheme.endswith("e3m2") else 2))).all()
         else:
             assert q.outer is not None
             outer = q.outer.double()
@@ -110,6 +129,23 @@ def test_ties_of_e2m1_go_to_the_even_mantissa():
         assert (sign * got).tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0]
 
 
+@pytest.mark.parametrize(("scheme", "largest"), [("mxfp6_e2m3", 7.5), ("mxfp6_e3m2", 28.0)])
+def test_every_six_bit_number_and_every_tie_between_two(scheme, largest):
+    numbers = numbers_held(scheme)
+    numbers = numbers[numbers >= 0]
+    assert len(numbers) == 32 and numbers[-1] == largest
+    middles, even = (numbers[1:] + numbers[:-1]) / 2, torch.arange(31) // 2 * 2 + torch.arange(31) % 2 * 2
+    past = 2.0 ** math.ceil(math.log2(largest)) * 0.99  # of the same power of two as the largest, and past it
+    for sign in (1, -1):
+        w = torch.zeros(1, 1, 96)
+        w[0, 0, :32], w[0, 0, 32:63], w[0, 0, 64:66] = numbers, middles, torch.tensor([past, largest])
+        w[0, 0, 63] = largest  # each group's scale is 1 by its largest
+        got = sign * dequantize_narrow(quantize_narrow(sign * w, scheme), torch.float64)[0, 0]
+        assert torch.equal(got[:32], numbers)
+        assert torch.equal(got[32:63], numbers[even])
+        assert got[64:66].tolist() == [largest, largest] and not got[66:].any()
+
+
 @pytest.mark.parametrize("scheme", NARROW_SCHEMES)
 def test_the_schemes_own_error_is_what_it_should_be(scheme, seed):
     w = torch.randn(2, 64, 512, generator=torch.Generator().manual_seed(seed))
@@ -128,7 +164,7 @@ def test_zeros_stay_zero_and_an_inf_or_nan_spoils_its_own_group(scheme, zeros):
     w = torch.zeros(2, 3, 150)
     q = quantize_narrow(w, scheme, zeros=zeros)
     assert not dequantize_narrow(q, torch.float64).any()
-    assert (q.scales.float() == (127 if scheme == "mxfp4" else 1)).all()
+    assert (q.scales.float() == (127 if scheme.startswith("mx") else 1)).all()
     for bad in (math.nan, math.inf, -math.inf):
         w[1, 2, 140] = bad
         w[1, 2, 5] = 3.0 if narrow_format(scheme).group else 0.0
@@ -152,6 +188,16 @@ def test_nibbles_come_back_for_any_width(seed):
         assert torch.equal(unpack_nibbles(packed, width), codes)
         everything = unpack_nibbles(packed, packed.shape[-1] * 2)
         assert (everything[..., width:] == 8).all()
+
+
+def test_six_bit_codes_come_back_for_any_width_from_three_quarters_of_a_byte_each(seed):
+    g = torch.Generator().manual_seed(seed)
+    for width in (1, 32, 33, 96, 97, 128, 129, 300):
+        codes = torch.randint(0, 64, (2, 3, width), generator=g, dtype=torch.uint8)
+        packed = pack_sixes(codes)
+        assert packed.shape == (2, 3, 96 * math.ceil(width / 128))
+        assert torch.equal(unpack_sixes(packed, width), codes)
+        assert not unpack_sixes(packed, packed.shape[-1] * 4 // 3)[..., width:].any()
 
 
 @pytest.mark.parametrize("scheme", NARROW_SCHEMES)

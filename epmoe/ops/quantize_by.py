@@ -1,0 +1,175 @@
+"""Rows between the GEMMs to eight bits by scales that were fixed before, one for each expert: static scales of a
+checkpoint's down projections. On the path of a token where `ops/quantize.py` stands with scales of the rows' own.
+
+    row n of expert e ── values = round(x / fixed[e]), saturated; scale fixed[e]
+
+A row with an inf or a NaN has scale NaN and values 0, as there. Expert e owns rows row_start[e]:row_end[e]
+(`ops/_segments.py`).
+
+Letters: L local experts, T rows, H their width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from epmoe.ops._dependent_launch import dependent_launch, let_next_start, wait_for_previous
+from epmoe.ops._quant_configs import quantize_config
+from epmoe.ops._segments import check_segments
+from epmoe.ops._triton import INTERPRET, jit, next_power_of_2, on_device_of, op, tl, unit_stride, use_triton
+from epmoe.ops.quantize import ROW_FORMATS, SMALLEST_SCALE, RowFormat, _widen, magnitude_bits, round_scaled, row_format
+
+
+@jit(do_not_specialize_on_alignment=["row_start", "row_end"])
+def _quantize_by_kernel(
+    x,
+    values,
+    scales,
+    fixed,
+    row_start,
+    row_end,
+    x_stride,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    L_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Program p quantizes row p, if an expert owns it, in two walks over steps of BLOCK columns, or one where a step
+    holds the row."""
+    experts = tl.arange(0, L_BLOCK)
+    wait_for_previous(DEPENDENT)
+    let_next_start(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.load(row_start + experts, mask=experts < L, other=0)
+    owner = (row >= start) & (row < tl.load(row_end + experts, mask=experts < L, other=0))
+    if tl.max(owner.to(tl.int32)) > 0:
+        scale = tl.sum(tl.where(owner, tl.load(fixed + experts, mask=experts < L, other=0.0), 0.0))
+        cols = tl.arange(0, BLOCK)
+        at = x + row * x_stride
+        v = _widen(tl.load(at + cols, mask=cols < H, other=0.0), INTERPRETED)
+        amax = tl.max(magnitude_bits(v), axis=0)
+        for first in range(BLOCK, H, BLOCK):
+            v = _widen(tl.load(at + first + cols, mask=first + cols < H, other=0.0), INTERPRETED)
+            amax = tl.maximum(amax, tl.max(magnitude_bits(v), axis=0))
+        finite = amax < 0x7F800000
+        inverse = tl.where(finite, tl.div_rn(1.0, tl.maximum(scale, 1.1754943508222875e-38)), 0.0)
+        tl.store(scales + row, tl.where(finite, scale, float("nan")))
+        for first in tl.static_range(0, H, BLOCK):
+            if H > BLOCK:
+                v = _widen(tl.load(at + first + cols, mask=first + cols < H, other=0.0), INTERPRETED)
+            q = round_scaled(v, inverse, values.dtype.element_ty, INTERPRETED)
+            tl.store(values + row * H + first + cols, q, mask=first + cols < H)
+
+
+def _check(x: Tensor, fixed: Tensor, row_start: Tensor, row_end: Tensor, scheme: str) -> RowFormat:
+    unit_stride(x, "x")
+    form = row_format(scheme)
+    if form.group:
+        able = " or ".join(name for name, other in ROW_FORMATS.items() if not other.group)
+        raise ValueError(f"scheme={scheme!r}: a fixed scale is one for a row, must be {able}")
+    if not x.is_floating_point() or x.dtype.itemsize < 2:
+        raise ValueError(f"x is {x.dtype}: must be float16, bfloat16, float32 or float64")
+    if fixed.dim() != 1 or fixed.dtype != torch.float32 or not fixed.is_contiguous() or fixed.device != x.device:
+        raise ValueError(
+            f"fixed is {fixed.dtype} {tuple(fixed.shape)} on {fixed.device}: must be contiguous float32 [L] on "
+            f"{x.device}"
+        )
+    check_segments(row_start, row_end, fixed.shape[0])
+    return form
+
+
+def _launch(x: Tensor, fixed: Tensor, row_start: Tensor, row_end: Tensor, values: Tensor, scales: Tensor) -> None:
+    (T, H), L = x.shape, fixed.shape[0]
+    if values.numel() == 0 or L == 0:
+        return
+    config = quantize_config(T, H)
+    with on_device_of(x):
+        _quantize_by_kernel[(T,)](
+            x, values, scales, fixed, row_start, row_end, x.stride(0), H=H, L=L, L_BLOCK=next_power_of_2(L),
+            BLOCK=config.block, INTERPRETED=INTERPRET, num_warps=config.num_warps, **dependent_launch(x.device),
+        )  # fmt: skip
+
+
+@op("quantize_by")
+def quantize_by(x: Tensor, fixed: Tensor, row_start: Tensor, row_end: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
+    """Rows as eight-bit values by their experts' scales; what is past the largest value saturates.
+
+    Args:
+        x: `[T, H]`, floating; rows may be strided. Read as float32.
+        fixed: `[L]` float32 on the device, > 0.
+        row_start, row_end: `[L]` int32 on the device, the rows of each expert. No others are read or written.
+        scheme: `fp8_row` or `int8_row`.
+
+    Returns:
+        values `[T, H]` float8_e4m3fn or int8, and scales `[T, 1]` float32. Not differentiable.
+
+    Raises:
+        ValueError: a scheme with scales per block, or arguments that are not that.
+    """
+    form = _check(x, fixed, row_start, row_end, scheme)
+    values, scales = x.new_empty(x.shape, dtype=form.dtype), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+    if use_triton(x):
+        _launch(x, fixed, row_start, row_end, values, scales)
+    else:
+        _reference_into(values, scales, x, fixed, row_start, row_end, form)
+    return values, scales
+
+
+@quantize_by.register_fake
+def _(x, fixed, row_start, row_end, scheme):
+    return x.new_empty(x.shape, dtype=row_format(scheme).dtype), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+
+
+def quantize_by_into(
+    values: Tensor, scales: Tensor, x: Tensor, fixed: Tensor, row_start: Tensor, row_end: Tensor, scheme: str
+) -> None:
+    """`quantize_by` into buffers of the caller's, planned workspaces; no torch op.
+
+    Args:
+        values, scales: contiguous, of the shapes and dtypes that `quantize_by` returns. The rest as there.
+
+    Raises:
+        ValueError: as `quantize_by`, or a buffer does not fit.
+    """
+    form = _check(x, fixed, row_start, row_end, scheme)
+    for name, t, shape, dtype in (
+        ("values", values, tuple(x.shape), form.dtype),
+        ("scales", scales, (x.shape[0], 1), torch.float32),
+    ):
+        if tuple(t.shape) != shape or t.dtype != dtype or not t.is_contiguous():
+            raise ValueError(f"{name} is {t.dtype} {tuple(t.shape)}: must be contiguous {dtype} {shape} for {scheme!r}")
+    if use_triton(x):
+        _launch(x, fixed, row_start, row_end, values, scales)
+    else:
+        _reference_into(values, scales, x, fixed, row_start, row_end, form)
+
+
+def quantize_by_reference(
+    x: Tensor, fixed: Tensor, row_start: Tensor, row_end: Tensor, scheme: str
+) -> tuple[Tensor, Tensor]:
+    """The torch twin of `quantize_by`: the same bits."""
+    form = row_format(scheme)
+    values, scales = x.new_empty(x.shape, dtype=form.dtype), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+    _reference_into(values, scales, x, fixed, row_start, row_end, form)
+    return values, scales
+
+
+def _reference_into(
+    values: Tensor, scales: Tensor, x: Tensor, fixed: Tensor, row_start: Tensor, row_end: Tensor, form: RowFormat
+) -> None:
+    if fixed.shape[0] == 0:
+        return
+    n = torch.arange(x.shape[0], device=x.device)[:, None]
+    owner = (n >= row_start) & (n < row_end)
+    rows = owner.any(1).nonzero()[:, 0]
+    scale = fixed[owner[rows].int().argmax(1)][:, None]
+    wide = x[rows].float()
+    finite = wide.isfinite().all(1, keepdim=True)
+    inverse = 1.0 / scale.clamp_min(SMALLEST_SCALE)
+    scaled = torch.where(finite, wide * inverse, 0).clamp(-form.largest, form.largest)
+    own = (scaled.round() if form.dtype == torch.int8 else scaled).nan_to_num(0).to(form.dtype)
+    values.view(torch.uint8)[rows] = own.view(torch.uint8)  # index_put has no kernel for fp8 everywhere
+    scales[rows] = torch.where(finite, scale, torch.nan)
