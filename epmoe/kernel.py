@@ -28,9 +28,10 @@ from epmoe.dispatch.batched import batch
 from epmoe.dispatch.overflow import Overflow
 from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
 from epmoe.dispatch.wire import row_bytes
-from epmoe.experts.base import Experts, ExpertWeights
+from epmoe.experts.base import Experts
 from epmoe.experts.gradient_sums import sum_gradients
 from epmoe.experts.lora import validate_adapters
+from epmoe.experts.spec import ExpertWeights
 from epmoe.memory import plan_forward
 from epmoe.overlap.launch import OnItsWay
 from epmoe.overlap.microbatch import current_microbatch
@@ -106,6 +107,8 @@ class MoEKernel:
     ) -> None:
         layout = layout or experts.layouts[0]
         if (reason := refusal(dispatcher, experts, layout)) is not None:
+            raise ValueError(reason)
+        if (reason := dispatcher.row_refusal(experts.spec.hidden_size, experts.spec.dtype)) is not None:
             raise ValueError(reason)
         if expert_capacity is not None and layout != "batched":
             raise ValueError(
@@ -301,13 +304,8 @@ class MoEKernel:
             traffic: the rows that move, where they are known; None: the most that any routing can move.
 
         Raises:
-            ValueError: experts that plan no workspace, or a `combine_scheme`, whose buffers are not planned.
+            ValueError: experts that plan no workspace.
         """
-        if self.combine_scheme is not None:
-            raise ValueError(
-                f"memory_plan with combine_scheme={self.combine_scheme!r}: the buffers of quantized rows on their way "
-                "back are not planned; plan without it, for an upper bound of what travels"
-            )
         return plan_forward(
             self.dispatcher,
             self.experts,
@@ -316,6 +314,7 @@ class MoEKernel:
             num_tokens=num_tokens,
             top_k=top_k,
             dispatch_scheme=self.dispatch_scheme,
+            combine_scheme=self.combine_scheme,
             chunk_tokens=self.chunk_tokens,
             capacity=self.overflow.capacity,
             traffic=traffic,
@@ -356,7 +355,8 @@ class MoEKernel:
         if isinstance(x, QuantizedRows) and inplace:
             raise ValueError("inplace=True with quantized rows, which can't hold the result: give out=")
         rows = x.values if isinstance(x, QuantizedRows) else x
-        leaves = [rows, p, *(t for t in vars(weights).values() if isinstance(t, Tensor))]
+        parts = [getattr(weights, field.name) for field in dataclasses.fields(weights)]
+        leaves = [rows, p, *(part for part in parts if isinstance(part, Tensor))]
         if torch.is_grad_enabled() and (weights.lora is not None or any(leaf.requires_grad for leaf in leaves)):
             raise ValueError(
                 f"{name} while gradients are recorded: backward needs what it would overwrite; use no_grad"

@@ -111,6 +111,12 @@ class ExpertPlacement:
         by_expert = {expert: rank for rank, experts in enumerate(self.ranks) for expert in experts}
         return tuple(by_expert[expert] for expert in range(self.num_experts))
 
+    @property
+    def experts_per_rank(self) -> int:
+        """n where expert e is on rank e // n, for all experts; 0 where they do not lie so."""
+        n, rest = divmod(self.num_experts, self.num_ranks)
+        return n if not rest and all(owner == e // n for e, owner in enumerate(self.owner())) else 0
+
     def owner_tensor(self, device: torch.device | str | None = None) -> torch.Tensor:
         """`owner()` as int32 `[E]`. On CUDA this copies from the host: make it once and keep it."""
         return torch.tensor(self.owner(), dtype=torch.int32, device=device)

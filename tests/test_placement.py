@@ -38,6 +38,15 @@ def test_owner_and_expert_map_follow_the_local_order():
         assert (expert_map >= 0).sum() == placement.num_local(rank)
 
 
+def test_experts_per_rank_is_a_number_only_where_experts_lie_in_order_and_evenly():
+    assert ExpertPlacement.contiguous(12, 4).experts_per_rank == 3
+    assert ExpertPlacement.strided(3, 3).experts_per_rank == 1
+    assert ExpertPlacement.explicit([[1, 0], [3, 2]]).experts_per_rank == 2, "owners do, whatever the local order"
+    for placement in (ExpertPlacement.contiguous(13, 4), ExpertPlacement.strided(8, 4)):
+        assert placement.experts_per_rank == 0
+    assert ExpertPlacement.explicit([[0, 1, 2], [3]]).experts_per_rank == 0
+
+
 def test_from_spec_takes_lists_of_ids_and_compares_equal_to_explicit():
     spec = ((3, 1), (0, 2))
     assert ExpertPlacement.from_spec(spec, 4, 2) == ExpertPlacement.explicit([[3, 1], [0, 2]], 4)

@@ -21,18 +21,18 @@ from epmoe.bench import problem as problems
 from epmoe.bench.problem import Tokens
 from epmoe.bench.records import Record, make_record
 from epmoe.bench.session import Session
-from epmoe.bench.timing import Call
+from epmoe.bench.timing import Call, repeated
 from epmoe.dispatch import Dispatcher, ExpertInput, make_dispatcher
 from epmoe.dispatch.exchange import Extras, Rows
 from epmoe.dispatch.reduce import ExpertOutput, WeightAndReduce
 from epmoe.dispatch.symmetric import SymmetricDispatcher
 from epmoe.ops.align import align_rows
-from epmoe.quant.rows import dequantize_rows, quantize_rows
+from epmoe.quant.rows import ROW_SCHEMES, dequantize_rows, quantize_rows
 
 PEER = "nccl_all_to_all"
 
 
-SCHEMES = ("bf16", "fp8_block")
+SCHEMES = ("bf16", *ROW_SCHEMES)
 PROFILES = ("auto", "collective", "latency", "throughput")
 
 
@@ -60,7 +60,7 @@ class DispatchCombineCase:
 
 def measure_dispatch_combine(case: DispatchCombineCase, session: Session) -> Record:
     """One record: `median_us` of the round trip and `dispatch_us` of dispatch alone; bytes and GB/s of the round trip,
-    per direction and without rows to oneself. Floor: those bytes at the link's ceiling.
+    per direction and without rows to oneself, and `problem.link_figures`. Floor: those bytes at the link's ceiling.
 
     Raises:
         RuntimeError: rows do not come back as they should.
@@ -96,8 +96,6 @@ def measure_dispatch_combine(case: DispatchCombineCase, session: Session) -> Rec
     mine = {step: max(dispatcher.wire_bytes(rows.handle, message)) for step, message in messages.items()}
     wires, _ = problems.of_busiest_rank(mine, 0, session.ep)
     peer = _bare_exchange(dispatcher, rows, tokens, tuple(messages.values()))
-    del rows
-
     graph = session.device.type == "cuda" and isinstance(dispatcher, SymmetricDispatcher)
     turns = max(1, min(20, 8192 // case.tokens)) if graph else 1
     calls: dict[str, Call] = {
@@ -105,9 +103,10 @@ def measure_dispatch_combine(case: DispatchCombineCase, session: Session) -> Rec
         "dispatch": dispatch,
         PEER: peer,
     }
-    several = {name: _repeated(call, turns) for name, call in calls.items()}
+    several = {name: repeated(call, turns) for name, call in calls.items()}
     times = {name: time / turns for name, time in session.time(several, graph=graph).items()}
     wire = sum(wires.values())
+    link = problems.link_figures(dispatcher, rows, messages, times["epmoe"], session.ceilings)
     named = dataclasses.replace(case, dispatcher=dispatcher.name, profile=profile)
     return make_record(
         "dispatch_combine",
@@ -118,6 +117,7 @@ def measure_dispatch_combine(case: DispatchCombineCase, session: Session) -> Rec
         wire_bytes=wire,
         wire_bytes_by_step=wires,
         dispatch_us=times["dispatch"],
+        **link,
         peers={PEER: times[PEER]},
         device=session.device,
     )
@@ -129,14 +129,6 @@ def _from_experts(dispatcher: Dispatcher, rows: ExpertInput, x: Tensor) -> Exper
     pairs = torch.randn(int((row_index >= 0).sum()), x.shape[1], device=x.device).to(x.dtype)
     strategy: WeightAndReduce = "delegate" if dispatcher.capabilities.reduces else "contiguous"
     return ExpertOutput(pairs, strategy, slot, rows.topk_weights)
-
-
-def _repeated(call: Call, turns: int) -> Call:
-    def several() -> None:
-        for _ in range(turns):
-            call()
-
-    return several
 
 
 def _messages(scheme: str, tokens: Tokens) -> dict[str, int]:
@@ -161,8 +153,8 @@ def _check_round_trip(dispatcher: Dispatcher, rows: ExpertInput, sent: Tensor, t
 
 def _bare_exchange(dispatcher: Dispatcher, rows: ExpertInput, tokens: Tokens, messages: tuple[int, ...]) -> Call:
     """The bytes of `rows` there and of one row each back, `messages` a row, by `all_to_all_single`, densely."""
-    ep, others = tokens.ep, tokens.ep.num_ranks - 1
-    sent, received = _rows_by_peer(dispatcher, rows, ep.rank, others)
+    ep = tokens.ep
+    sent, received = _rows_by_peer(dispatcher, rows, tokens)
     buffers = []
     for message in messages:
         out, back = [n * message for n in sent], [n * message for n in received]
@@ -178,12 +170,16 @@ def _bare_exchange(dispatcher: Dispatcher, rows: ExpertInput, tokens: Tokens, me
     return exchange
 
 
-def _rows_by_peer(dispatcher: Dispatcher, rows: ExpertInput, rank: int, others: int) -> tuple[list[int], list[int]]:
-    """Rows sent to and received from each rank, none to oneself. Where the layout does not list them they are equal."""
-    listed = getattr(rows.handle, "rows", None)
-    if listed is not None:
-        sent, received = listed.tolist()
-    else:
-        sent, received = ([n // others] * (others + 1) for n in dispatcher.wire_bytes(rows.handle, 1))
-    sent[rank] = received[rank] = 0
-    return sent, received
+def _rows_by_peer(dispatcher: Dispatcher, rows: ExpertInput, tokens: Tokens) -> tuple[list[int], list[int]]:
+    """Rows sent to and received from each rank, none to oneself: a token's once to each rank that owns an expert of it,
+    or all to all, which shows in how many the dispatcher counts; collective."""
+    ep, ids = tokens.ep, tokens.topk_ids
+    owners = dispatcher.owner[ids.long()]
+    sent = torch.stack([(owners == r).any(1).sum() for r in range(ep.num_ranks)])
+    sent[ep.rank] = 0
+    counted = dispatcher.wire_bytes(rows.handle, 1)[0]
+    if int(sent.sum()) != counted:
+        sent.fill_(counted // (ep.num_ranks - 1))[ep.rank] = 0
+    everyone = [torch.empty_like(sent) for _ in range(ep.num_ranks)]
+    dist.all_gather(everyone, sent, group=ep.process_group)
+    return sent.tolist(), torch.stack(everyone)[:, ep.rank].tolist()

@@ -3,6 +3,11 @@
     x, topk_ids, topk_weights ─ dispatch ─ experts ─ combine ──► y        (train: and back to x, topk_weights, w1, w2)
 
 The router is not part of it: ids and weights stand ready. Dispatch is: its count exchange and its host's wait count.
+
+What moving costs inside the layer is the layer's time minus its experts': the same experts on the same rows, which came
+once and lie there, to rows in expert order. The rest is dispatch, the weighted sum and combine, which is what bench
+`dispatch_combine` times by itself. With `symmetric` both are CUDA graphs of several layers for as few tokens as one
+decodes (`LATENCY_TOKENS`), else both are launched, as a prefill is; the peer always is.
 """
 
 from __future__ import annotations
@@ -13,11 +18,18 @@ import torch
 
 from epmoe.bench import problem as problems
 from epmoe.bench.peers import all_to_all_grouped_mm
-from epmoe.bench.problem import OUTCOMES
+from epmoe.bench.problem import OUTCOMES, Problem
 from epmoe.bench.records import Record, make_record
 from epmoe.bench.session import Session
+from epmoe.bench.shapes import is_train
+from epmoe.bench.timing import Call, repeated
+from epmoe.dispatch import Dispatcher, ExpertInput
+from epmoe.experts import ExpertWeights
+from epmoe.kernel import MoEKernel
+from epmoe.ops.symmetric_configs import LATENCY_TOKENS
 
 PEER = "all_to_all+grouped_mm"
+EXPERTS = "experts"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +56,8 @@ class LayerCase:
 
 def measure_layer(case: LayerCase, session: Session) -> Record:
     """One record. FLOPs: 6·M·K·H·I forward, three times that for forward and backward (`Shape.flops`), of one rank at
-    balanced load. Floor: `problem.floor_us`. The peer runs in the same rounds, in turn with epmoe.
+    balanced load. Floor: `problem.floor_us`. In training the peer runs in the same rounds, in turn with epmoe; else the
+    experts alone do, and `experts_us` and `moving_us`, the rest, stand in the record. All: `problem.link_figures`.
 
     Raises:
         RuntimeError: epmoe and the peer, or epmoe and float64, disagree.
@@ -63,15 +76,25 @@ def measure_layer(case: LayerCase, session: Session) -> Record:
     del ours
 
     with torch.no_grad():
-        rows = kernel.dispatcher.dispatch(problem.x, problem.topk_ids, problem.topk_weights)
+        rows = kernel.dispatcher.dispatch(problem.x.detach(), problem.topk_ids, problem.topk_weights.detach())
     wires, weights = problems.of_busiest_rank(
         problems.wire_bytes(kernel.dispatcher, rows, problem, case.mode),
         problems.weight_bytes(problem, rows, case.mode),
         session.ep,
     )
-    del rows
     flops, wire = problem.shape.flops(case.tokens, case.mode), sum(wires.values())
-    times = session.time(calls)
+    graph = _is_graph(case, kernel.dispatcher, session.device)
+    if graph or not is_train(case.mode):
+        alone = {"epmoe": calls["epmoe"], EXPERTS: _experts_alone(kernel, rows, problem)}
+        turns = max(1, min(20, LATENCY_TOKENS // case.tokens)) if graph else 1
+        several = {name: repeated(call, turns) for name, call in alone.items()}
+        times = {name: time / turns for name, time in session.time(several, graph=graph).items()}
+        times[PEER] = session.time({PEER: calls[PEER]})[PEER]
+        moving = {"experts_us": times[EXPERTS], "moving_us": times["epmoe"] - times[EXPERTS]}
+    else:
+        times, moving = session.time(calls), {}
+    messages = problems.row_messages(problem, case.mode)
+    link = problems.link_figures(kernel.dispatcher, rows, messages, times["epmoe"], session.ceilings)
     named = dataclasses.replace(case, dispatcher=kernel.dispatcher.name, experts=kernel.experts.name)
     return make_record(
         "layer",
@@ -83,4 +106,23 @@ def measure_layer(case: LayerCase, session: Session) -> Record:
         wire_bytes_by_step=wires,
         peers={PEER: times[PEER]},
         device=session.device,
+        timed="graph" if graph else "eager",
+        **moving,
+        **link,
     )
+
+
+def _is_graph(case: LayerCase, dispatcher: Dispatcher, device: torch.device) -> bool:
+    few = case.tokens <= LATENCY_TOKENS and not is_train(case.mode)
+    return device.type == "cuda" and few and dispatcher.name == "symmetric"
+
+
+def _experts_alone(kernel: MoEKernel, rows: ExpertInput, problem: Problem) -> Call:
+    """Both GEMMs and what is between them, on rows that came once."""
+    weights = ExpertWeights(problem.weights.gate_up_proj.detach(), problem.weights.down_proj.detach())
+
+    def experts() -> object:
+        with torch.no_grad():
+            return kernel.experts.output(rows, weights, delegate=True, workspace=kernel.workspace)
+
+    return experts

@@ -30,6 +30,7 @@ from epmoe.bench import problem as problems
 from epmoe.bench.records import Record, make_record
 from epmoe.bench.session import Session
 from epmoe.bench.shapes import Shape, is_train, named_shape
+from epmoe.bench.timing import max_over_ranks
 from epmoe.config import MoEConfig
 from epmoe.dispatch import DISPATCHERS, make_dispatcher
 from epmoe.dispatch.base import Dispatcher, DispatcherCapabilities, ExpertInput, Layout, Pending, Traffic
@@ -46,7 +47,8 @@ SWITCHES = 2000
 @dataclasses.dataclass(frozen=True)
 class OverlapCase:
     """`tokens` is per rank; `shared_experts` of the routed experts' width each; `layers` blocks, since the last rows of
-    a step have nothing to hide behind; `graph` times CUDA graphs of the forward, which cost the host nothing."""
+    a step have nothing to hide behind; `graph` times CUDA graphs of the forward, which cost the host nothing. Routing
+    other than `uniform` is simulated; that is the layers' own, with random weights."""
 
     shape: str
     shared_experts: int
@@ -56,9 +58,10 @@ class OverlapCase:
     ranks: int
     layers: int = 4
     graph: bool = False
+    routing: str = "uniform"
 
     def __post_init__(self) -> None:
-        problems.check_names(self.shape, "uniform", dispatcher=self.dispatcher, mode=self.mode)
+        problems.check_names(self.shape, self.routing, dispatcher=self.dispatcher, mode=self.mode)
         if self.tokens < 2 or self.layers < 1 or self.shared_experts < 0:
             raise ValueError(
                 f"tokens={self.tokens}, layers={self.layers}, shared_experts={self.shared_experts}: must be at least "
@@ -141,13 +144,13 @@ class UnmovedRows(Dispatcher):
     def __init__(self, of: Dispatcher) -> None:
         super().__init__(None, of.owner, of.expert_map, of.num_local, layer=of.layer)
         self.of = of
-        self._kept: ExpertInput | None = None
+        self.kept: ExpertInput | None = None
         self._gradient: Tensor | None = None
 
     def make_layout(self, topk_ids: Tensor) -> Layout:
         """Of the rows that are kept."""
-        assert self._kept is not None
-        return self._kept.handle
+        assert self.kept is not None
+        return self.kept.handle
 
     def dispatch_async(
         self,
@@ -159,15 +162,15 @@ class UnmovedRows(Dispatcher):
         **others: Any,
     ) -> Pending[ExpertInput]:
         assert isinstance(x, Tensor)
-        if self._kept is None:
+        if self.kept is None:
             with torch.no_grad():
                 came = self.of.dispatch(x, topk_ids, topk_weights)
             fields = ("x", "topk_ids", "topk_weights")
-            self._kept = dataclasses.replace(came, **{name: getattr(came, name).clone() for name in fields})
+            self.kept = dataclasses.replace(came, **{name: getattr(came, name).clone() for name in fields})
             # slots that hold no row must not hold NaN either: nothing is masked here
-            self._kept.x.nan_to_num_(0.0)
-            self._gradient = torch.randn_like(self._kept.x)
-        kept = self._kept
+            self.kept.x.nan_to_num_(0.0)
+            self._gradient = torch.randn_like(self.kept.x)
+        kept = self.kept
         rows, weights = _Stay.apply(x, topk_weights, kept.x, kept.topk_weights)
         return Pending.done(dataclasses.replace(kept, x=rows, topk_weights=weights))
 
@@ -198,7 +201,10 @@ class Model:
             max_tokens_per_rank=case.tokens,
         )
         torch.manual_seed(0)
-        made = [MoELayer(config, ep, device=self.device, dtype=self.dtype, name=f"{n}") for n in range(case.layers)]
+        made = []
+        for n in range(case.layers):
+            router = None if case.routing == "uniform" else problems.make_router(case.routing, shape, seed=1 + n)
+            made.append(MoELayer(config, ep, device=self.device, dtype=self.dtype, router=router, name=f"{n}"))
         self.blocks = nn.Sequential(*(Block(shape, moe, self.dtype) for moe in made))
         self.kernels = [moe.kernel(self.device, self.dtype) for moe in made]
         self.moving = [kernel.dispatcher for kernel in self.kernels]
@@ -254,6 +260,17 @@ class Model:
         calls["no_comm"] = lambda: self.step(split=False, order="after", moves=False)
         return calls
 
+    def wire(self) -> tuple[int, int]:
+        """Bytes that this rank sends and receives in a step, by the rows that came in the first one."""
+        sent = received = 0
+        for kernel, unmoved in zip(self.kernels, self.unmoved, strict=True):
+            assert unmoved.kept is not None, "after a step of rows that do not move"
+            moved = kernel.wire_bytes(unmoved.kept.handle, named_shape(self.case.shape).top_k)
+            steps = ("dispatch", "combine", "combine_backward", "dispatch_backward")
+            for step in steps if is_train(self.case.mode) else steps[:2]:
+                sent, received = sent + moved[step][0], received + moved[step][1]
+        return sent, received
+
     def flops(self) -> int:
         """Of a step on one rank at balanced load; training three times the forward."""
         case, shape = self.case, named_shape(self.case.shape)
@@ -268,7 +285,8 @@ class Model:
 
 def measure_overlap(case: OverlapCase, session: Session, traces: Path | None = None) -> Record:
     """One record: `median_us` of the fastest way that overlaps, `<way>_us` of each, `hidden_fraction`, `switch_us` of
-    a microbatch's yield. Floor: the step's operations at the ceiling, rows in no time.
+    a microbatch's yield; bytes of the busiest rank's links, and how much of their time they need at the rate of one
+    large exchange. Floor: the step's operations at the ceiling, rows in no time.
 
     Args:
         traces: a folder for a timeline of each way.
@@ -301,9 +319,15 @@ def measure_overlap(case: OverlapCase, session: Session, traces: Path | None = N
     flops = model.flops()
     figures: dict[str, Any] = {f"{name}_us": value for name, value in times.items()}
     figures["hidden_fraction"] = (times["serial"] - best) / exposed if exposed > 0 else 0.0
+    most = max_over_ranks(torch.tensor(model.wire(), dtype=torch.int64, device=session.device), session.ep).tolist()
+    figures |= {"sent_mb": most[0] * 1e-6, "received_mb": most[1] * 1e-6}
+    figures["link_percent"] = 100 * session.ceilings.wire_us(max(most)) / best
+    fields = dataclasses.asdict(case)
+    if case.routing == "uniform":  # records of before have no routing
+        del fields["routing"]
     return make_record(
         "overlap",
-        dataclasses.asdict(case),
+        fields,
         median_us=best,
         floor_us=session.ceilings.compute_us(flops),
         tflops=flops / best * 1e-6,

@@ -87,8 +87,10 @@ class Problem(Tokens):
         ep = None if dispatcher == "local" else self.ep
         shape, dtype = self.shape, self.x.dtype
         spec = ExpertsSpec(shape.activation, shape.hidden_size, shape.intermediate_size, dtype, device, scheme=scheme)
+        known = DISPATCHERS.get(dispatcher)
+        most = self.x.shape[0] if known is not None and known.capabilities.max_tokens else None
         kernel = MoEKernel(
-            make_dispatcher(dispatcher, ep, self.placement, device, layer="bench"),
+            make_dispatcher(dispatcher, ep, self.placement, device, layer="bench", max_tokens_per_rank=most),
             select_experts(spec, experts).experts,
         )
         if scheme is None:
@@ -147,13 +149,16 @@ def check_names(
 
 
 def make_router(routing: str, shape: Shape, seed: int) -> simulated.SimulatedRouter:
-    """`uniform`, or `zipf:EXPONENT` for a load that is skewed over the experts."""
+    """`uniform`; `zipf:EXPONENT` for a load that is skewed over the experts; `one_hot`, every token to the first K."""
     kind, _, exponent = routing.partition(":")
     if kind == "uniform" and not exponent:
         return simulated.uniform(shape.num_experts, shape.top_k, seed)
     if kind == "zipf" and exponent.replace(".", "", 1).isdigit():
         return simulated.zipf(shape.num_experts, shape.top_k, float(exponent), seed)
-    raise ValueError(f"routing={routing!r}: must be uniform, or zipf:EXPONENT such as zipf:1.0")
+    if routing == "one_hot":
+        popularity = [float(expert < shape.top_k) for expert in range(shape.num_experts)]
+        return simulated.SimulatedRouter(routing, shape.top_k, popularity, seed)
+    raise ValueError(f"routing={routing!r}: must be uniform, one_hot, or zipf:EXPONENT such as zipf:1.0")
 
 
 # --- what a floor is made of ------------------------------------------------------------------------------------------
@@ -162,14 +167,42 @@ def make_router(routing: str, shape: Shape, seed: int) -> simulated.SimulatedRou
 def wire_bytes(dispatcher: Dispatcher, rows: ExpertInput, tokens: Tokens, mode: str) -> dict[str, int]:
     """Bytes that cross this rank's link in each step, in one direction: what it sends, or receives if that is more.
 
-    A row's message holds H values; dispatch adds K weights and K ids, its backward K gradients of weights. Combine and
-    the backward of dispatch move the same rows the other way. Counted by the dispatcher, rows to oneself left out.
+    Combine and the backward of dispatch move the same rows the other way. Counted by the dispatcher, rows to oneself
+    left out.
     """
+    messages = row_messages(tokens, mode).items()
+    return {step: max(dispatcher.wire_bytes(rows.handle, message)) for step, message in messages}
+
+
+def link_figures(
+    dispatcher: Dispatcher, rows: ExpertInput, messages: Mapping[str, int], median_us: float, ceilings: Ceilings
+) -> dict[str, float]:
+    """What a record says of the links: `sent_mb` and `received_mb` of the rank that sends, or receives, the most, and
+    `link_percent` of the time in which one large exchange would move the larger of them; collective.
+
+    Args:
+        messages: bytes of a row in each step; in `combine` and `dispatch_backward` rows go back the way they came.
+    """
+    assert dispatcher.ep is not None
+    sent = received = 0
+    for step, message in messages.items():
+        there, here = dispatcher.wire_bytes(rows.handle, message)
+        back = step in ("combine", "dispatch_backward")
+        sent, received = sent + (here if back else there), received + (there if back else here)
+    totals = torch.tensor([sent, received], dtype=torch.int64, device=dispatcher.ep.device)
+    most = max_over_ranks(totals, dispatcher.ep).tolist()
+    percent = 100 * ceilings.wire_us(max(most)) / median_us
+    return {"sent_mb": most[0] * 1e-6, "received_mb": most[1] * 1e-6, "link_percent": percent}
+
+
+def row_messages(tokens: Tokens, mode: str) -> dict[str, int]:
+    """Bytes of one row's message in each step: H values; dispatch adds K weights and K ids, its backward K gradients of
+    weights."""
     x, ids, p = tokens.x, tokens.topk_ids, tokens.topk_weights
     message = {"dispatch": Rows(x, p, ids), "combine": Rows(x, None, None)}
     if is_train(mode):
         message |= {"combine_backward": Rows(x, None, None), "dispatch_backward": Rows(x, p, None)}
-    return {step: max(dispatcher.wire_bytes(rows.handle, row.message_bytes)) for step, row in message.items()}
+    return {step: row.message_bytes for step, row in message.items()}
 
 
 def weight_bytes(problem: Problem, rows: ExpertInput, mode: str) -> int:

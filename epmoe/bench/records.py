@@ -25,7 +25,7 @@ Record = dict[str, Any]
 _FIRST = ("bench", "case", "median_us", "floor_us", "tflops", "gb_s", "wire_bytes", "peers")
 _LAST = ("commit", "date", "torch", "triton", "device")
 _REQUIRED = ("bench", "case", "median_us", "floor_us", "peers", *_LAST)
-_DIGITS = {"tflops": 1, "gb_s": 1}
+_DIGITS = {"tflops": 1, "gb_s": 1, "sent_mb": 4, "received_mb": 4}
 
 
 def make_record(

@@ -1,21 +1,22 @@
 """Tables of records: for README, between its two markers, and for the terminal.
 
-One table per bench and results file. Keys of the cases that have one value throughout stand in the caption, the others
-are columns; then come time, floor, rates and each peer with how many times as long it took.
+One table per bench and kind of device, whatever numbers of ranks. Keys of the cases that have one value throughout
+stand in the caption, the others are columns; then come time, floor, rates and each peer with how many times as long it
+took. Where cases differ in ranks alone, *growth* is the time over that of the fewest ranks, each with as many tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from rich.table import Table as RichTable
 
-from epmoe.bench.records import Record, load
+from epmoe.bench.records import Record, identity, load
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
-_BENCHES = ("layer", "routed_mlp", "dispatch_combine", "grouped_gemm", "overlap")  # in this order, others behind
+_BENCHES = ("model", "layer", "routed_mlp", "dispatch_combine", "grouped_gemm", "overlap")  # others behind
 _KNOWN = {
     *("bench", "case", "median_us", "floor_us", "tflops", "gb_s", "wire_bytes", "peers"),
     *("commit", "date", "torch", "triton", "device"),
@@ -50,12 +51,16 @@ class Table:
 
 def tables(records: Sequence[Record], devices: str) -> list[Table]:
     """One table per bench. `devices` names what they were measured on, as `2 × NVIDIA H200`."""
-    benches = {record["bench"]: None for record in records}
-    known = [bench for bench in _BENCHES if bench in benches]
+    benches = {record["bench"] for record in records}
     return [
         _table(bench, [record for record in records if record["bench"] == bench], devices)
-        for bench in (*known, *sorted(set(benches) - set(known)))
+        for bench in _in_order(benches)
     ]
+
+
+def _in_order(benches: Collection[str]) -> list[str]:
+    known = [bench for bench in _BENCHES if bench in benches]
+    return [*known, *sorted(set(benches) - set(known))]
 
 
 def _table(bench: str, records: Sequence[Record], devices: str) -> Table:
@@ -65,14 +70,24 @@ def _table(bench: str, records: Sequence[Record], devices: str) -> Table:
     shown = [key for key in keys if key not in fixed]
     numbers = [("epmoe µs", "median_us", 1), ("floor µs", "floor_us", 1), ("TFLOP/s", "tflops", 0), ("GB/s", "gb_s", 0)]
     extra = sorted({name for r in records for name, v in r.items() if name not in _KNOWN and _is_number(v)})
-    numbers += [(name.removesuffix("_us") + " µs" if name.endswith("_us") else name, name, 1) for name in extra]
+    numbers += [
+        (
+            name.removesuffix("_us") + " µs" if name.endswith("_us") else name.replace("_per_", "/"),
+            name,
+            2 if name.endswith("_mb") else 1,
+        )
+        for name in extra
+    ]
     numbers = [column for column in numbers if any(column[1] in record for record in records)]
     peers = list(dict.fromkeys(name for record in records for name in record["peers"]))
+    fewest = _fewest_ranks(records) if len(set(values.get("ranks", ()))) > 1 else {}
 
     rows = []
     for record in sorted(records, key=lambda r: [_order(r["case"].get(key)) for key in shown]):
         cells = [_text(record["case"].get(key)) for key in shown]
         cells += [_number(record.get(name), digits) for _, name, digits in numbers]
+        if fewest:
+            cells.append(f"{record['median_us'] / fewest[_but_ranks(record)]['median_us']:.2f}×")
         for peer in peers:
             time = record["peers"].get(peer)
             cells.append("" if time is None else f"{_number(time, 1)} ({time / record['median_us']:.2f}×)")
@@ -80,8 +95,26 @@ def _table(bench: str, records: Sequence[Record], devices: str) -> Table:
     constants = [f"{key} {_text(values[key][0])}" for key in keys if key in fixed]
     sources = [", ".join(sorted({str(record[name]) for record in records})) for name in ("torch", "triton", "commit")]
     caption = "; ".join([*constants, "torch {}, triton {}, commit {}".format(*sources)])
-    header = (*shown, *(title for title, _, _ in numbers), *(f"{peer} µs" for peer in peers))
+    titles = [title for title, _, _ in numbers] + (["growth"] if fewest else [])
+    header = (*shown, *titles, *(f"{peer} µs" for peer in peers))
     return Table(f"`{bench}` on {devices}", caption, header, tuple(rows), len(shown))
+
+
+def _but_ranks(record: Record) -> str:
+    return identity({**record, "case": {key: value for key, value in record["case"].items() if key != "ranks"}})
+
+
+def _fewest_ranks(records: Sequence[Record]) -> dict[str, Record]:
+    """Of the records of each case but for its ranks, the one with the fewest."""
+    fewest: dict[str, Record] = {}
+    for record in sorted(records, key=lambda r: r["case"].get("ranks", 0)):
+        fewest.setdefault(_but_ranks(record), record)
+    return fewest
+
+
+def devices_named(counts: Iterable[int], device: str) -> str:
+    """`2 × NVIDIA H200`, or `2, 4, 8 × NVIDIA H200`."""
+    return f"{', '.join(map(str, sorted(set(counts))))} × {device}"
 
 
 def _is_number(value: object) -> bool:
@@ -104,11 +137,20 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def all_tables(results: Path) -> list[Table]:
-    """The tables of every `<device>-x<count>.json` in the folder `results`, by file name."""
+    """The tables of every `<device>-x<count>.json` in the folder `results`: by device, each bench's of all counts."""
     made = []
-    for path in sorted(results.glob("*-x*.json")):
+    by_device: dict[str, list[tuple[int, list[Record]]]] = {}
+    for path in results.glob("*-x*.json"):
+        kind, _, count = path.stem.rpartition("-x")
         if records := load(path):
-            made += tables(records, f"{path.stem.rpartition('-x')[2]} × {records[0]['device']}")
+            by_device.setdefault(kind, []).append((int(count), records))
+    for _, files in sorted(by_device.items()):
+        files.sort(key=lambda file: file[0])
+        everything = [(count, record) for count, records in files for record in records]
+        for bench in _in_order({record["bench"] for _, record in everything}):
+            of_bench = [(count, record) for count, record in everything if record["bench"] == bench]
+            devices = devices_named([count for count, _ in of_bench], of_bench[0][1]["device"])
+            made += tables([record for _, record in of_bench], devices)
     return made
 
 

@@ -89,6 +89,16 @@ def interleaved_us(
     return dict(zip(names, max_over_ranks(medians, ep).tolist(), strict=True))
 
 
+def repeated(call: Call, turns: int) -> Call:
+    """`turns` calls in a row: what a graph of them is captured from."""
+
+    def several() -> None:
+        for _ in range(turns):
+            call()
+
+    return several
+
+
 def burst_us(
     calls: Mapping[str, Call], *, idle: float, warmup: int, repeat: int, device: torch.device
 ) -> dict[str, float]:

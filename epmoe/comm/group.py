@@ -48,6 +48,11 @@ class EPGroup:
         nodes: ranks per node, or each rank's node, the same on all ranks. None: EPMOE_RANKS_PER_NODE where that is set,
             else ranks of one host share a node. Say it where fast links reach further than a host, or not as far.
 
+    Attributes:
+        at_once: groups whose operations over symmetric memory may run on this device at the same time, in streams of
+            their own. They leave room for each other (`ops.symmetric_configs`). It grows by itself as groups get such
+            memory; a CUDA graph keeps what it was captured with, so set it before where other groups come later.
+
     Raises:
         ValueError: torch.distributed is not initialised, or the backend does not fit the device.
 
@@ -106,9 +111,11 @@ class EPGroup:
         self._node_group: EPGroup | None = None
         # where numbers land on the host, and what says that they have; in use only inside `to_host`
         self._landings: dict[tuple[torch.Size, torch.dtype], tuple[Tensor, torch.cuda.Event]] = {}
+        self.last_launch: torch.cuda.Stream | None = None  # of an operation over symmetric memory
+        self.at_once = 1
         known = _LIVE.get(self.name)
-        if known is None or known.process_group is not process_group:
-            _LIVE[self.name] = self
+        first = known is None or known.process_group is not process_group
+        _LIVE[self.name if first else f"{self.name}, {id(self)}"] = self
 
     @classmethod
     def from_name(cls, name: str, timeout: float) -> EPGroup:
@@ -121,6 +128,12 @@ class EPGroup:
         if known is not None and known.process_group is process_group and known.timeout == timeout:
             return known
         return cls(process_group, timeout=timeout)
+
+    def shares_device(self) -> None:
+        """Counts the groups with symmetric memory on this device, now that this one has some, for all of them."""
+        sharing = [group for group in _LIVE.values() if group.channels and group.device == self.device]
+        for group in sharing:
+            group.at_once = max(group.at_once, len(sharing))
 
     def __repr__(self) -> str:
         return f"EPGroup(rank {self.rank} of {self.num_ranks}, {self.backend}, {self.device}, {self.name!r})"

@@ -3,8 +3,8 @@
 On CUDA it is `torch.distributed._symmetric_memory` (peers' buffers over NVLink), on CPU shared files mapped by every
 process, so the same kernels exchange rows between real processes without a GPU.
 
-A channel is a buffer on every rank, in two halves that operations use in turn. They run on it one after another, in the
-same order on all ranks:
+A channel is a buffer on every rank, in two halves that operations use in turn. Those of a group run one after another,
+in the same order on all ranks; other groups' run when they like:
 
     | control words [2, R] | half 0: slots | half 1: slots |
 
@@ -185,7 +185,7 @@ class Channel:
         self._fence = threading.Lock()
         self._operations: dict[str, int] = {}
         self._met: set[tuple[tuple[str, object], ...]] = set()
-        self._last: torch.cuda.Stream | None = None  # where the last operation was launched
+        self._compiled: set[tuple[object, ...]] = set()
         self._aside: torch.cuda.Stream | None = None
         self.peers[ep.rank].fill_(EMPTY)
         if ep.device.type == "cuda":
@@ -214,10 +214,10 @@ class Channel:
     @contextlib.contextmanager
     def launching(self, aside: bool, arguments: Sequence[object] = ()) -> Iterator[None]:
         """The body launches an operation: in the current stream, or `aside` in one of the channel's own that first
-        waits for it; behind the last operation either way.
+        waits for it; behind the group's last operation either way, also where that was on another channel.
 
-        Inside the capture of a CUDA graph only the operations of that capture are in order: put the graph's replays
-        where its operations belong.
+        Inside the capture of a CUDA graph only the operations of that capture are in order, whatever their streams: put
+        the graph's replays where its operations belong.
         """
         if self.ep.device.type != "cuda":
             yield
@@ -228,9 +228,10 @@ class Channel:
                 self._aside = self.ep.beside.stream
             stream = self._aside
             stream.wait_stream(current)
-        if self._last is not None and self._last != stream and not torch.cuda.is_current_stream_capturing():
-            stream.wait_stream(self._last)
-        self._last = stream
+        last = self.ep.last_launch
+        if last is not None and last != stream and _takes_part(last):
+            stream.wait_stream(last)
+        self.ep.last_launch = stream
         with torch.cuda.stream(stream):
             yield
         if aside:
@@ -254,16 +255,21 @@ class Channel:
                 operation, f"rank {(code & 255) - 1} has not delivered (limit {self.ep.timeout:g} s), results are wrong"
             )
 
-    def meet(self, kind: str, fields: Mapping[str, object], compile_kernel: Callable[[], object]) -> None:
+    def meet(
+        self, kind: str, fields: Mapping[str, object], compile_kernel: Callable[[], object], variant: object = None
+    ) -> None:
         """Before the first operation of its kind: compiles, compares its shape over the ranks, and waits for them.
 
         Ranks compile at different speeds; without meeting, the deadline would have to allow for that.
+
+        Args:
+            variant: what else the kernel depends on, each rank for itself.
 
         Raises:
             ValueError: ranks disagree, or a CUDA graph is being captured.
         """
         key = (("", kind), *fields.items())
-        if key in self._met:
+        if (key, variant) in self._compiled:
             return
         if self.ep.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(
@@ -271,8 +277,10 @@ class Channel:
                 "capturing, the ranks have to meet"
             )
         compile_kernel()
-        self.ep.check_same(f"group {self.ep.name!r}: {kind} over symmetric memory", fields)
-        self._met.add(key)
+        if key not in self._met:
+            self.ep.check_same(f"group {self.ep.name!r}: {kind} over symmetric memory", fields)
+            self._met.add(key)
+        self._compiled.add((key, variant))
 
     # ---- the torch twins' side
 
@@ -313,6 +321,15 @@ class Channel:
         self.turn += 1
 
 
+def _takes_part(stream: torch.cuda.Stream) -> bool:
+    """Whether the current stream may wait for this one: inside a capture only where the capture has reached it, and
+    what was launched there before is no part of the graph."""
+    if not torch.cuda.is_current_stream_capturing():
+        return True
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def _nothing() -> None:
     return None
 
@@ -338,4 +355,5 @@ def channel_for(ep: EPGroup, half_bytes: int, words: bool) -> Channel:
     with torch.inference_mode(False):  # it outlives the call that makes it
         made = Channel(ep, half_bytes, words)
     ep.channels.append(made)
+    ep.shares_device()  # what was launched before, by other groups too, is done: making a channel waits for the device
     return made

@@ -63,8 +63,10 @@ def make_dispatcher(
     `auto`: `local` on one rank; `hierarchical` where the group spans nodes of which one has several ranks; `symmetric`
     where all ranks are GPUs that reach each other's memory, rows are `storable` and `max_tokens_per_rank` is set, to no
     more than decoding brings (`LATENCY_TOKENS`): its places are for the most that could come; else `all_to_all`.
-    `symmetric` where ranks do not reach each other becomes `all_to_all`, with a warning. What ranks reach
-    and where they are is found out together, the first time: collective.
+    `symmetric` where ranks do not reach each other becomes `all_to_all`, with a warning.
+
+    `auto`, `symmetric` and `hierarchical` are made by all ranks together: they compare what decides, and find out what
+    they reach and where they are.
 
     Args:
         max_tokens_per_rank: the most tokens any rank brings to one call; the same on all ranks.
@@ -72,10 +74,13 @@ def make_dispatcher(
             keeps `auto` from it; the same on all ranks.
 
     Raises:
-        ValueError: an unknown name, `local` on several ranks, a placement for another number of ranks, or a device that
-            the group does not serve.
+        ValueError: an unknown name, `local` on several ranks, a placement for another number of ranks, a device that
+            the group does not serve, or ranks that differ in name, `max_tokens_per_rank` or `storable`.
     """
     ranks, rank = (ep.num_ranks, ep.rank) if ep is not None else (1, 0)
+    if ep is not None and ranks > 1 and name in ("auto", "symmetric", "hierarchical"):
+        decides = {"dispatcher": name, "max_tokens_per_rank": max_tokens_per_rank, "storable": storable}
+        ep.check_same(f"layer {layer!r}: make_dispatcher", decides)
     if placement.num_ranks != ranks:
         raise ValueError(f"placement is for {placement.num_ranks} ranks, the EPGroup has {ranks}")
     if name == "auto":
@@ -100,6 +105,7 @@ def make_dispatcher(
         placement.num_local(rank),
         layer=layer,
         max_tokens_per_rank=max_tokens_per_rank,
+        experts_per_rank=placement.experts_per_rank,
     )
 
 

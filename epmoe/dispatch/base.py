@@ -22,7 +22,7 @@ from torch import Tensor
 from epmoe.comm import EPGroup
 from epmoe.comm.memory import Buffer, buffer
 from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
-from epmoe.dispatch.wire import RowBytes
+from epmoe.dispatch.wire import RowBytes, narrowed_buffers
 from epmoe.quant.rows import QuantizedRows
 from epmoe.quant.straight_through import widened
 
@@ -130,6 +130,7 @@ class BatchedInput:
         slot: `[T, K]` int32, the place l·C + c of each (row, k) pair received, -1 for none: what combine sums by.
         slot_weights: `[T, K]`, the router weights that combine applies; None where they are on the input.
         adapter_ids: `[L, C]` int32, as in `ExpertInput`.
+        x_scale, scheme: of quantized x, `[L, C, S]` float32, and its scheme; else None.
     """
 
     x: Tensor
@@ -140,6 +141,8 @@ class BatchedInput:
     slot: Tensor | None = None
     slot_weights: Tensor | None = None
     adapter_ids: Tensor | None = None
+    x_scale: Tensor | None = None
+    scheme: str | None = None
 
     @property
     def num_local(self) -> int:
@@ -185,6 +188,7 @@ class Dispatcher(ABC):
         num_local: L.
         layer: a name for error messages.
         max_tokens_per_rank: the most tokens any rank brings to one call; needed by those that reserve room for them.
+        experts_per_rank: `ExpertPlacement.experts_per_rank`, which spares some of them looking owners up; 0: not known.
     """
 
     name: ClassVar[str]
@@ -199,6 +203,7 @@ class Dispatcher(ABC):
         *,
         layer: str = "moe",
         max_tokens_per_rank: int | None = None,
+        experts_per_rank: int = 0,
     ) -> None:
         self.ep = ep
         self.owner = owner
@@ -206,6 +211,7 @@ class Dispatcher(ABC):
         self.num_local = num_local
         self.layer = layer
         self.max_tokens_per_rank = max_tokens_per_rank
+        self.experts_per_rank = experts_per_rank
 
     @property
     def where(self) -> str:
@@ -230,6 +236,14 @@ class Dispatcher(ABC):
     def pays_beside_shared(self) -> bool:
         """Whether combine launched before the shared experts ends sooner than after them."""
         return self.capabilities.asynchronous
+
+    def row_refusal(self, width: int, dtype: torch.dtype) -> str | None:
+        """Why rows of `width` and `dtype` can't move there and back, with the way out; None if they can."""
+        return None
+
+    def quantizes_in_flight(self, dtype: torch.dtype) -> bool:
+        """Whether the launch that sends rows of `dtype` quantizes them, so that they never lie here quantized."""
+        return False
 
     @abstractmethod
     def make_layout(self, topk_ids: Tensor) -> Layout:
@@ -302,15 +316,29 @@ class Dispatcher(ABC):
         """The most that a call can move if every rank brings `num_tokens`, whatever the routing."""
 
     def memory_plan(
-        self, num_tokens: int, width: int, dtype: torch.dtype, message_bytes: int, traffic: Traffic
+        self,
+        num_tokens: int,
+        width: int,
+        dtype: torch.dtype,
+        message_bytes: int,
+        traffic: Traffic,
+        *,
+        combine_scheme: str | None = None,
     ) -> list[Buffer]:
         """What dispatch and combine of a forward without gradients allocate for `traffic`.
 
         Args:
-            width, dtype: H, and the dtype of the rows that come back.
+            width, dtype: H, and the dtype of the rows that come back, before they are quantized and after.
             message_bytes: of a dispatched row with its ids, weights and scales.
+            combine_scheme: of the rows on their way back; given only to dispatchers whose `quantized_back` says so.
         """
-        return [buffer("output", (num_tokens, width), dtype, "combine", "sum")]
+        plan = [buffer("output", (num_tokens, width), dtype, "combine", "sum")]
+        if combine_scheme is not None:
+            plan += [
+                buffer("reduced rows", (num_tokens, width), dtype, "combine"),
+                *narrowed_buffers("reduced rows", num_tokens, width, combine_scheme, "combine"),
+            ]
+        return plan
 
     def dispatch(
         self,

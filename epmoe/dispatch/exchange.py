@@ -32,6 +32,7 @@ from epmoe.dispatch.base import Dispatcher, ExpertInput, Layout, Pending, Traffi
 from epmoe.dispatch.flight import Flight, in_manner
 from epmoe.dispatch.messages import Extras, Rows, side_by_side
 from epmoe.dispatch.reduce import ExpertOutput
+from epmoe.dispatch.wire import narrowed_buffers, row_bytes
 from epmoe.ops._leases import Lease
 from epmoe.quant.rows import QuantizedRows, quantized
 from epmoe.quant.straight_through import rounded
@@ -197,16 +198,32 @@ class ExchangeDispatcher(Dispatcher):
         return 4 if copies and self.copies and self.ep.has_copies() else super().sms_beside(copies)
 
     def memory_plan(
-        self, num_tokens: int, width: int, dtype: torch.dtype, message_bytes: int, traffic: Traffic
+        self,
+        num_tokens: int,
+        width: int,
+        dtype: torch.dtype,
+        message_bytes: int,
+        traffic: Traffic,
+        *,
+        combine_scheme: str | None = None,
     ) -> list[Buffer]:
         sent, received = traffic.sent, traffic.received
         byte = torch.uint8
+        # wide rows are messages as they lie
+        back = row_bytes(width, dtype, 1, combine_scheme=combine_scheme).combine
+        narrowed = []
+        if combine_scheme is not None:
+            narrowed = [
+                buffer("reduced rows", (received, width), dtype, "combine"),
+                *narrowed_buffers("reduced rows", received, width, combine_scheme, "combine", "sum"),
+            ]
         return [
             buffer("places", (num_tokens, self.ep.num_ranks), torch.int32),
             buffer("rows sent", (sent, message_bytes), byte, "dispatch"),
             buffer("rows received", (received, message_bytes), byte, "dispatch", "experts", "combine"),
-            buffer("reduced rows sent back", (received, width), dtype, "combine", "sum"),
-            buffer("rows that came back", (self.rows_back(traffic), width), dtype, "combine", "sum"),
+            *narrowed,
+            buffer("reduced rows sent back", (received, back), byte, "combine", "sum"),
+            buffer("rows that came back", (self.rows_back(traffic), back), byte, "combine", "sum"),
             buffer("output", (num_tokens, width), dtype, "sum"),
         ]
 

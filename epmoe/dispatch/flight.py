@@ -36,13 +36,19 @@ class Flight(Generic[Arrived]):
 
 
 def late(start: Callable[[], Flight[Arrived]]) -> Flight[Arrived]:
-    """A flight that starts when it is waited for, and keeps what it starts from no longer than that."""
-    starts, started = [start], list[Flight[Arrived]]()
+    """A flight that starts when it is waited for, and keeps what it starts from no longer than that. One that could not
+    start says so whenever it is waited for."""
+    starts, started, failed = [start], list[Flight[Arrived]](), list[BaseException]()
 
     def flight() -> Flight[Arrived]:
         if starts:
-            with torch.no_grad():
-                started.append(starts.pop()())
+            try:
+                with torch.no_grad():
+                    started.append(starts.pop()())
+            except BaseException as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
         return started[0]
 
     return Flight(lambda: flight().arrive(), lambda: flight()._finish())

@@ -37,7 +37,8 @@ from epmoe.comm.memory import Buffer, buffer
 from epmoe.dispatch.base import DispatcherCapabilities, Layout, Traffic
 from epmoe.dispatch.exchange import ExchangeDispatcher, Rows, arrival, register_ops
 from epmoe.dispatch.flight import Flight, late
-from epmoe.dispatch.node_slots import Slots, put, slots_buffer, take_back
+from epmoe.dispatch.node_slots import Slots, put, refusal, slots_buffer, take_back
+from epmoe.dispatch.wire import narrowed_buffers, row_bytes
 from epmoe.ops.destinations import destinations
 from epmoe.ops.pack_rows import pack_rows
 
@@ -233,10 +234,20 @@ class HierarchicalDispatcher(ExchangeDispatcher):
         )
         return HierarchicalLayout(topk_ids.shape[0], received, pairs, *tensors)
 
+    def _stores_inside(self) -> bool:
+        if not self.one_sided:
+            return False
+        nodes = self.ep.nodes
+        return nodes.two_levels and len(nodes.beside(self.ep.rank)) > 1
+
+    def row_refusal(self, width: int, dtype: torch.dtype) -> str | None:
+        why = refusal(width, dtype, self.owner.device) if self._stores_inside() else None
+        return None if why is None else f"layer {self.layer!r}: {why}"
+
     def _capacity(self, num_tokens: int) -> int:
         """The most rows that any rank of this node can be given to relay, where they have slots there; else 0."""
         nodes, rank = self.ep.nodes, self.ep.rank
-        if not self.one_sided or not nodes.two_levels or len(nodes.beside(rank)) == 1:
+        if not self._stores_inside():
             return 0
         most = self.max_tokens_per_rank
         if most is None or num_tokens > most:
@@ -334,22 +345,33 @@ class HierarchicalDispatcher(ExchangeDispatcher):
         return Traffic(sent, received, pairs, relayed, relayed * min(inside, top_k) if inside > 1 else 0)
 
     def memory_plan(
-        self, num_tokens: int, width: int, dtype: torch.dtype, message_bytes: int, traffic: Traffic
+        self,
+        num_tokens: int,
+        width: int,
+        dtype: torch.dtype,
+        message_bytes: int,
+        traffic: Traffic,
+        *,
+        combine_scheme: str | None = None,
     ) -> list[Buffer]:
         nodes = self.ep.nodes
-        plan = super().memory_plan(num_tokens, width, dtype, message_bytes, traffic)
+        plan = super().memory_plan(num_tokens, width, dtype, message_bytes, traffic, combine_scheme=combine_scheme)
         if not nodes.two_levels:
             return plan
         byte, inside = torch.uint8, len(nodes.beside(self.ep.rank))
+        back = row_bytes(width, dtype, 1, combine_scheme=combine_scheme).combine
         buffers = [buffer("places", (num_tokens, len(nodes.ranks)), torch.int32), *plan[1:]]
         if inside > 1:
             buffers += [
                 buffer("places inside the node", (traffic.relayed, inside), torch.int32),
                 buffer("rows relayed", (traffic.relayed, message_bytes), byte, "dispatch"),
                 buffer("rows passed on", (traffic.passed_on, message_bytes), byte, "dispatch"),
-                buffer("rows that came back inside the node", (traffic.passed_on, width), dtype, "combine", "sum"),
+                buffer("rows that came back inside the node", (traffic.passed_on, back), byte, "combine", "sum"),
                 buffer("sums of the node", (traffic.relayed, width), dtype, "combine", "sum"),
             ]
+            if combine_scheme is not None:
+                relayed = narrowed_buffers("sums of the node", traffic.relayed, width, combine_scheme, "combine", "sum")
+                buffers += [*relayed, buffer("sums sent on", (traffic.relayed, back), byte, "combine", "sum")]
             if capacity := self._capacity(num_tokens):
                 buffers.append(slots_buffer(self.ep.node_group(), capacity, message_bytes, width * dtype.itemsize))
         return buffers

@@ -20,8 +20,9 @@ from epmoe.dispatch.exchange import Rows
 from epmoe.dispatch.flight import Flight
 from epmoe.ops._triton import use_triton
 from epmoe.ops.symmetric_configs import profile_of
-from epmoe.ops.symmetric_give_back import give_back_rows, given_back
-from epmoe.ops.symmetric_send import Travelling, send_rows, slot_bytes, travelling
+from epmoe.ops.symmetric_give_back import give_back_rows
+from epmoe.ops.symmetric_send import send_rows
+from epmoe.ops.symmetric_slots import Travelling, given_back, slot_bytes, travelling, unstorable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,12 @@ def take_back(rows: Rows, slots: Slots, node: EPGroup, operation: str) -> Flight
     return _taken(channel, Rows(values, weights, None))
 
 
+def refusal(width: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why rows of `width` and `dtype` can't be stored to peers, with the way out; None if they can."""
+    why = unstorable(width, dtype, device)
+    return None if why is None else f"{why}; set the dispatcher's one_sided to False"
+
+
 def slots_buffer(node: EPGroup, capacity: int, message_bytes: int, back_bytes: int) -> Buffer:
     """The memory of the slots; it stays, for all layers of the group that need no more."""
     slot = max(slot_bytes(message_bytes + 4), slot_bytes(back_bytes))
@@ -93,10 +100,6 @@ def _taken(channel: Channel, rows: Rows) -> Flight[Rows]:
 
 
 def _channel(node: EPGroup, plan: Travelling, slots: Slots, values: Tensor, operation: str) -> Channel:
-    row_bytes = values.shape[1] * values.itemsize
-    if row_bytes % 16 or (values.is_cuda and not use_triton(values)):
-        raise ValueError(
-            f"{operation}: {values.dtype} rows of {row_bytes} bytes can't be stored to peers: must be a multiple of 16 "
-            "bytes and, on CUDA, no float64; set the dispatcher's one_sided to False"
-        )
+    if (why := refusal(values.shape[1], values.dtype, values.device)) is not None:
+        raise ValueError(f"{operation}: {why}")
     return channel_for(node, plan.half_bytes(node.num_ranks, slots.capacity), use_triton(values))

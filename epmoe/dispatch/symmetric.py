@@ -29,20 +29,19 @@ from epmoe.dispatch.base import DispatcherCapabilities, ExpertInput, Layout, Pen
 from epmoe.dispatch.exchange import ExchangeDispatcher, Extras, Flight, Rows, register_ops
 from epmoe.dispatch.reduce import ExpertOutput
 from epmoe.ops._triton import use_triton
-from epmoe.ops.symmetric_configs import profile_of
-from epmoe.ops.symmetric_give_back import give_back_rows, given_back
-from epmoe.ops.symmetric_send import Sent, Travelling, send_rows, slot_bytes, travelling
+from epmoe.ops.symmetric_configs import LATENCY_TOKENS, profile_of
+from epmoe.ops.symmetric_give_back import give_back_rows
+from epmoe.ops.symmetric_send import Sent, send_rows
+from epmoe.ops.symmetric_slots import Travelling, given_back, slot_bytes, travelling, unstorable
 from epmoe.ops.symmetric_words import WORD_KINDS
 from epmoe.quant.rows import QuantizedRows, quantize_rows
-
-IN_FLIGHT_SCHEMES = ("fp8_block",)
 
 
 @dataclasses.dataclass(frozen=True)
 class SymmetricLayout(Layout):
     """`topk_ids [M, K]`, `owner [E]`: where this rank's tokens go; `came [T, K]`: the ids that came, known once
-    dispatch has arrived; `capacity`: C; `overlap_sms`: see the dispatcher, 0 for None; `experts_per_rank`: as for
-    `ops.send_rows`."""
+    dispatch has arrived; `capacity`: C; `overlap_sms`: of the call that moves rows by it and of its backward, 0 for
+    all; `experts_per_rank`: as for `ops.send_rows`."""
 
     capacity: int
     overlap_sms: int
@@ -61,8 +60,8 @@ class SymmetricDispatcher(ExchangeDispatcher):
 
     Attributes:
         overlap_sms: None: as the group says (`ep.beside`): in the current stream with all SMs, or in the communication
-            stream with a few. A number: always there, with at most so many. The same on all ranks, and for all layers
-            that share a group's buffers in one CUDA graph.
+            stream with a few. A number: always there, with at most so many. It is asked at each call, also where a
+            layout is reused; a backward moves rows as its forward did.
     """
 
     overlap_sms: int | None = None
@@ -72,14 +71,6 @@ class SymmetricDispatcher(ExchangeDispatcher):
     capabilities = DispatcherCapabilities(
         asynchronous=True, cuda_graph=True, backends=("gloo", "nccl"), max_tokens=True, reduces=True
     )
-
-    def __init__(self, ep: EPGroup | None, owner: Tensor, *arguments: Any, **options: Any) -> None:
-        super().__init__(ep, owner, *arguments, **options)
-        self.experts_per_rank = 0
-        each, rest = divmod(owner.shape[0], self.num_dispatchers)
-        if not owner.is_meta and not rest:
-            in_order = torch.arange(owner.shape[0], device=owner.device, dtype=owner.dtype) // each
-            self.experts_per_rank = each if torch.equal(owner, in_order) else 0
 
     @property
     def capacity(self) -> int:
@@ -97,13 +88,23 @@ class SymmetricDispatcher(ExchangeDispatcher):
         return Traffic(num_tokens * min(self.ep.num_ranks, top_k), rows, rows * top_k)
 
     def memory_plan(
-        self, num_tokens: int, width: int, dtype: torch.dtype, message_bytes: int, traffic: Traffic
+        self,
+        num_tokens: int,
+        width: int,
+        dtype: torch.dtype,
+        message_bytes: int,
+        traffic: Traffic,
+        *,
+        combine_scheme: str | None = None,
     ) -> list[Buffer]:
         """The slots are shared by all layers of the group that need no more, and stay."""
+        assert combine_scheme is None, "capabilities say that no row goes back quantized"
         slot = max(slot_bytes(message_bytes + 4), slot_bytes(width * dtype.itemsize))
         places = self.ep.num_ranks * self.capacity
+        other = "throughput above" if self.profile == "latency" else "latency up to"
+        profiles = f"{self.profile} profile ({other} {LATENCY_TOKENS} tokens per rank)"
         return [
-            Buffer(f"slots, {self.profile} profile", Channel.nbytes(self.ep, places * slot), STEPS),
+            Buffer(f"slots, {profiles}", Channel.nbytes(self.ep, places * slot), STEPS),
             buffer("rows received", (places, message_bytes), torch.uint8, "dispatch", "experts", "combine"),
             buffer("output", (num_tokens, width), dtype, "combine", "sum"),
         ]
@@ -113,6 +114,13 @@ class SymmetricDispatcher(ExchangeDispatcher):
         """No: on two H200 combine of 8,192 tokens took 112 µs with the whole chip, half as many 433 µs with 16 SMs."""
         return False
 
+    def quantizes_in_flight(self, dtype: torch.dtype) -> bool:
+        return dtype.itemsize == 2  # nothing in the launch takes wider words apart
+
+    def row_refusal(self, width: int, dtype: torch.dtype) -> str | None:
+        why = unstorable(width, dtype, self.owner.device)
+        return None if why is None else f"layer {self.layer!r}: {why}; use dispatcher='all_to_all'"
+
     def make_layout(self, topk_ids: Tensor) -> SymmetricLayout:
         tokens, k = topk_ids.shape
         if tokens > self.capacity:
@@ -121,8 +129,18 @@ class SymmetricDispatcher(ExchangeDispatcher):
                 "the layer with fewer tokens at a time"
             )
         rows = self.ep.num_ranks * self.capacity
-        sms = self.overlap_sms or self.ep.beside.sms
-        return SymmetricLayout(tokens, rows, rows * k, self.capacity, sms, self.experts_per_rank, topk_ids, self.owner)
+        numbers = (tokens, rows, rows * k, self.capacity, self._sms, self.experts_per_rank)
+        return SymmetricLayout(*numbers, topk_ids, self.owner)
+
+    @property
+    def _sms(self) -> int:
+        """Of what is launched now; 0: all."""
+        return self.overlap_sms or self.ep.beside.sms
+
+    def _as_launched_now(self, layout: Layout) -> SymmetricLayout:
+        assert isinstance(layout, SymmetricLayout)
+        sms = self._sms
+        return layout if layout.overlap_sms == sms else dataclasses.replace(layout, overlap_sms=sms)
 
     @staticmethod
     def arrived(layout: SymmetricLayout, topk_ids: Tensor) -> SymmetricLayout:
@@ -161,8 +179,8 @@ class SymmetricDispatcher(ExchangeDispatcher):
         scheme: str | None = None,
         grad_scheme: str | None = None,
     ) -> Pending[ExpertInput]:
-        """As `Dispatcher.dispatch_async`; `scheme` quantizes rows while they are sent, in the same launch where there
-        is a kernel for it."""
+        """As `Dispatcher.dispatch_async`; `scheme` quantizes 16-bit rows while they are sent, in the same launch."""
+        layout = None if layout is None else self._as_launched_now(layout)
         wants_gradient = torch.is_grad_enabled() and (
             topk_weights.requires_grad or (isinstance(x, Tensor) and x.requires_grad)
         )
@@ -170,11 +188,10 @@ class SymmetricDispatcher(ExchangeDispatcher):
             schemes = {"scheme": scheme, "grad_scheme": grad_scheme}
             return super().dispatch_async(x, topk_ids, topk_weights, layout=layout, adapter_ids=adapter_ids, **schemes)
         if scheme is not None and not isinstance(x, QuantizedRows):
-            if scheme not in IN_FLIGHT_SCHEMES or x.dtype.itemsize != 2:
+            if not self.quantizes_in_flight(x.dtype):
                 x, scheme = quantize_rows(x, scheme), None
         self.check(x, topk_ids, topk_weights, adapter_ids)
         made = layout if layout is not None else self.make_layout(topk_ids)
-        assert isinstance(made, SymmetricLayout)
         values, words, extras = Extras.join(topk_ids, adapter_ids, x)
         sent, arrive = _send(
             Rows(values, topk_weights, words), made, self.ep, f"layer {self.layer!r}, dispatch", scheme
@@ -197,9 +214,7 @@ class SymmetricDispatcher(ExchangeDispatcher):
     ) -> Pending[Tensor]:
         assert scheme is None and grad_scheme is None, "capabilities say that no row goes back quantized"
         output = rows if isinstance(rows, ExpertOutput) else ExpertOutput(rows)
-        assert isinstance(handle, SymmetricLayout)
-        if not handle.overlap_sms and self.ep.beside.sms:
-            handle = dataclasses.replace(handle, overlap_sms=self.ep.beside.sms)
+        handle = self._as_launched_now(handle)
         wants_gradient = torch.is_grad_enabled() and (
             output.rows.requires_grad or (output.topk_weights is not None and output.topk_weights.requires_grad)
         )
@@ -222,11 +237,8 @@ class SymmetricDispatcher(ExchangeDispatcher):
 
 def _channel(ep: EPGroup, plan: Travelling, layout: SymmetricLayout, values: Tensor, operation: str) -> Channel:
     words = use_triton(values)
-    row_bytes = values.shape[1] * values.itemsize
-    if row_bytes % 16:
-        raise ValueError(f"{operation}: rows of {row_bytes} bytes can't be stored to peers: must be a multiple of 16")
-    if not words and values.is_cuda:
-        raise ValueError(f"{operation}: {values.dtype} rows on CUDA: use dispatcher='all_to_all'")
+    if (why := unstorable(values.shape[1], values.dtype, values.device)) is not None:
+        raise ValueError(f"{operation}: {why}; use dispatcher='all_to_all'")
     return channel_for(ep, plan.half_bytes(ep.num_ranks, layout.capacity), words)
 
 

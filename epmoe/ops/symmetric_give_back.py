@@ -11,6 +11,8 @@ M tokens on this rank, C the most of any rank, R ranks, K experts per token, E e
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ from epmoe.ops._dependent_launch import let_next_start, wait_for_previous
 from epmoe.ops._triton import INTERPRET, jit, next_power_of_2, on_device_of, tl
 from epmoe.ops.gather_sum import gather_sum_reference
 from epmoe.ops.symmetric_configs import SymmetricConfig, give_back_config, launch_options, warm
-from epmoe.ops.symmetric_send import Travelling, aligned_rows
+from epmoe.ops.symmetric_slots import aligned_rows, given_back
 from epmoe.ops.symmetric_words import (
     WORD_KINDS,
     advance,
@@ -28,6 +30,7 @@ from epmoe.ops.symmetric_words import (
     never_empty,
     pack_words,
     peek,
+    rank_bits,
     ranks_of,
     take_words,
     turn_of,
@@ -63,6 +66,54 @@ def _weighted_sum(
     return low, high
 
 
+@jit
+def _sum_in_turn(
+    rows, slot, slot_weights, gradients, own, base, token, capacity, bits, cols, part, own_low, own_high,
+    num_rows, rows_stride, limit_us, fault, dead, code,
+    RANK: tl.constexpr, R: tl.constexpr, WORDS: tl.constexpr, WEIGHTS: tl.constexpr, SLOT: tl.constexpr,
+    KIND: tl.constexpr, TERMS: tl.constexpr, WEIGHTED: tl.constexpr, STRIDE_UNIT: tl.constexpr, j,
+):  # fmt: skip
+    """Sums over many ranks, in their order: fp32 halves of what came for a token, and its gradients. The next rank's
+    words are asked for while this one's are waited for. A loop, not R copies of it, which spill registers."""
+    low = tl.zeros(cols.shape, tl.float32)
+    high = tl.zeros(cols.shape, tl.float32)
+    gradient = tl.zeros(j.shape, tl.float32)
+    at = own + base + token.to(tl.int64) * SLOT + cols
+    seen = peek(at, cols < tl.where(((bits & 1) == 1) & (RANK != 0), WORDS, 0))
+    for r in range(R):
+        row = (r * capacity + token).to(tl.int64)
+        ahead = r + 1
+        behind = own + base + (row + capacity) * SLOT + cols
+        comes = (((bits >> ahead) & 1) == 1) & (ahead != RANK)
+        next_seen = peek(behind, cols < tl.where(comes, WORDS, 0))
+        if ((bits >> r) & 1) == 1:
+            if r == RANK:
+                if TERMS > 0:
+                    a, b = own_low, own_high
+                else:
+                    a, b = _weighted_sum(
+                        rows, slot, slot_weights, row, cols, num_rows, rows_stride,
+                        WORDS, TERMS, KIND, WEIGHTED, STRIDE_UNIT,
+                    )  # fmt: skip
+            else:
+                ptrs = own + base + row * SLOT + cols
+                w = take_words(seen, ptrs, cols < WORDS, limit_us, fault, dead, code, r)
+                a, b = unpack_words(w, KIND)
+            low += a
+            high += b
+            if WEIGHTS > 0:
+                if part == 0:
+                    if r == RANK:
+                        g = tl.load(gradients + row * WEIGHTS + j, mask=j < WEIGHTS, other=0)
+                    else:
+                        beside = own + base + row * SLOT + WORDS + j
+                        g = peek(beside, j < WEIGHTS)
+                        g = take_words(g, beside, j < WEIGHTS, limit_us, fault, dead, code, r)
+                    gradient += g.to(tl.float32, bitcast=True)
+        seen = next_seen
+    return low, high, gradient
+
+
 @jit(do_not_specialize=["num_tokens", "capacity", "num_experts", "num_rows", "senders", "takers", "run", "taken_run",
                         "limit_us", "code", "rows_stride", "came_stride"])  # fmt: skip
 def _give_back_kernel(
@@ -73,10 +124,10 @@ def _give_back_kernel(
     RANK: tl.constexpr, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, WORDS: tl.constexpr, WEIGHTS: tl.constexpr,
     SLOT: tl.constexpr, KIND: tl.constexpr, TERMS: tl.constexpr, WEIGHTED: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     EXPERTS_PER_RANK: tl.constexpr, BLOCK: tl.constexpr, TAKE: tl.constexpr, WEIGHT_BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr, INTERPRETED: tl.constexpr,
+    DEPENDENT: tl.constexpr, NEXT_EARLY: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(DEPENDENT)
-    let_next_start(DEPENDENT)
+    let_next_start(NEXT_EARLY)
     pid = tl.program_id(0)
     epoch = tl.load(clock + pid)
     turn, stamp = turn_of(epoch)
@@ -84,6 +135,7 @@ def _give_back_kernel(
     base = control_words + turn.to(tl.int64) * half_words
     OTHERS: tl.constexpr = R - 1 if R > 1 else 1
     PARTS: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK
+    MANY: tl.constexpr = R > 2 and R < 32
     TAKEN_PARTS: tl.constexpr = (WORDS + TAKE - 1) // TAKE
     k = tl.arange(0, KP)
     j = tl.arange(0, WEIGHT_BLOCK)
@@ -125,6 +177,7 @@ def _give_back_kernel(
             token = v // runs
             first = v % runs * taken_run
             to = ranks_of(ids, owner, token, num_tokens, num_experts, K, KP, EXPERTS_PER_RANK)
+            bits = rank_bits(to, MANY)
             mine = (RANK * capacity + token).to(tl.int64)
             for part in range(first, tl.minimum(first + taken_run, TAKEN_PARTS)):
                 cols = part * TAKE + tl.arange(0, TAKE)
@@ -133,47 +186,52 @@ def _give_back_kernel(
                         rows, slot, slot_weights, mine, cols, num_rows, rows_stride,
                         WORDS, TERMS, KIND, WEIGHTED, STRIDE_UNIT,
                     )  # fmt: skip
-                low = tl.zeros((TAKE,), tl.float32)
-                high = tl.zeros((TAKE,), tl.float32)
-                gradient = tl.zeros((WEIGHT_BLOCK,), tl.float32)
-                for r in tl.static_range(R):
-                    if tl.max((to == r).to(tl.int32)) > 0:
-                        row = (r * capacity + token).to(tl.int64)
-                        if r == RANK:
-                            if TERMS > 0:
-                                a, b = own_low, own_high
-                            else:
-                                a, b = _weighted_sum(
-                                    rows, slot, slot_weights, row, cols, num_rows, rows_stride,
-                                    WORDS, TERMS, KIND, WEIGHTED, STRIDE_UNIT,
-                                )  # fmt: skip
-                        else:
-                            ptrs = own + base + row * SLOT + cols
-                            w = peek(ptrs, cols < WORDS)
-                            w = take_words(w, ptrs, cols < WORDS, limit_us, fault, dead, code, r)
-                            a, b = unpack_words(w, KIND)
-                        low += a
-                        high += b
-                        if WEIGHTS > 0:
-                            if part == 0:
-                                if r == RANK:
-                                    g = tl.load(gradients + row * WEIGHTS + j, mask=j < WEIGHTS, other=0)
+                elif MANY:
+                    own_low = tl.zeros((TAKE,), tl.float32)
+                    own_high = own_low
+                if MANY:
+                    low, high, gradient = _sum_in_turn(
+                        rows, slot, slot_weights, gradients, own, base, token, capacity, bits, cols, part,
+                        own_low, own_high, num_rows, rows_stride, limit_us, fault, dead, code,
+                        RANK, R, WORDS, WEIGHTS, SLOT, KIND, TERMS, WEIGHTED, STRIDE_UNIT, j,
+                    )  # fmt: skip
+                else:
+                    low = tl.zeros((TAKE,), tl.float32)
+                    high = tl.zeros((TAKE,), tl.float32)
+                    gradient = tl.zeros((WEIGHT_BLOCK,), tl.float32)
+                    for r in tl.static_range(R):
+                        if tl.max((to == r).to(tl.int32)) > 0:
+                            row = (r * capacity + token).to(tl.int64)
+                            if r == RANK:
+                                if TERMS > 0:
+                                    a, b = own_low, own_high
                                 else:
-                                    beside = own + base + row * SLOT + WORDS + j
-                                    g = peek(beside, j < WEIGHTS)
-                                    g = take_words(g, beside, j < WEIGHTS, limit_us, fault, dead, code, r)
-                                gradient += g.to(tl.float32, bitcast=True)
+                                    a, b = _weighted_sum(
+                                        rows, slot, slot_weights, row, cols, num_rows, rows_stride,
+                                        WORDS, TERMS, KIND, WEIGHTED, STRIDE_UNIT,
+                                    )  # fmt: skip
+                            else:
+                                ptrs = own + base + row * SLOT + cols
+                                w = peek(ptrs, cols < WORDS)
+                                w = take_words(w, ptrs, cols < WORDS, limit_us, fault, dead, code, r)
+                                a, b = unpack_words(w, KIND)
+                            low += a
+                            high += b
+                            if WEIGHTS > 0:
+                                if part == 0:
+                                    if r == RANK:
+                                        g = tl.load(gradients + row * WEIGHTS + j, mask=j < WEIGHTS, other=0)
+                                    else:
+                                        beside = own + base + row * SLOT + WORDS + j
+                                        g = peek(beside, j < WEIGHTS)
+                                        g = take_words(g, beside, j < WEIGHTS, limit_us, fault, dead, code, r)
+                                    gradient += g.to(tl.float32, bitcast=True)
                 at = out + token.to(tl.int64) * WORDS + cols
                 tl.store(at, pack_words(low, high, KIND, INTERPRETED), mask=cols < WORDS)
                 if WEIGHTS > 0:
                     if part == 0:
                         tl.store(out_gradients + token.to(tl.int64) * WEIGHTS + j, gradient, mask=j < WEIGHTS)
     advance(clock, epoch, pid, 1 + senders + takers)
-
-
-def given_back(width: int, dtype: torch.dtype, gradients: int = 0) -> Travelling:
-    """What the slots of `give_back_rows` hold: rows of `width` and that many words of gradients."""
-    return Travelling(width * dtype.itemsize // 4, scales=gradients)
 
 
 def _give_back_triton(
@@ -215,12 +273,13 @@ def _give_back_triton(
         "TAKE": max(config.take, 32 * config.num_warps),
         "WEIGHT_BLOCK": max(next_power_of_2(weight_words), 32 * config.num_warps),
         "INTERPRETED": INTERPRET,
-        **launch_options(rows.device, config),
+        **launch_options(rows.device, config, channel.ep.at_once),
     }
     fields = {"capacity": capacity, "H": H, "dtype": str(rows.dtype), "K": K, "gradients": weight_words}
     variant = {"terms": constants["TERMS"], "weighted": constants["WEIGHTED"], "experts_per_rank": experts_per_rank}
     with on_device_of(rows):
-        channel.meet("give_back", fields | variant, lambda: warm(_give_back_kernel, arguments, constants, config))
+        compile_kernel = functools.partial(warm, _give_back_kernel, arguments, constants, config)
+        channel.meet("give_back", fields | variant, compile_kernel, constants["NEXT_EARLY"])
         with channel.launching(aside, arguments):
             _give_back_kernel[(config.programs,)](*arguments, **constants)
     return out_gradients
@@ -313,7 +372,9 @@ def give_back_rows(
         )
     terms = 0 if slot is None else slot.shape[1]
     words = H * rows.itemsize // 4
-    config = give_back_config(rows.device, capacity, channel.ep.num_ranks, words, terms, sms, profile)
+    config = give_back_config(
+        rows.device, capacity, channel.ep.num_ranks, words, terms, sms, profile, channel.ep.at_once
+    )
     gradient = _give_back_triton(
         channel, rows, came, ids, owner, capacity, slot, slot_weights, gradients, out, code, config, experts_per_rank,
         aside,

@@ -14,15 +14,17 @@ no token has are not written; their words are -1.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
 
 from epmoe.comm.symmetric import Channel
 from epmoe.ops._dependent_launch import let_next_start, wait_for_previous
-from epmoe.ops._triton import INTERPRET, cdiv, jit, next_power_of_2, on_device_of, tl
-from epmoe.ops.quantize import SCALE_BLOCK, quantize_reference
+from epmoe.ops._triton import INTERPRET, jit, next_power_of_2, on_device_of, tl
+from epmoe.ops.quantize import quantize_reference, row_format, scale_of
 from epmoe.ops.symmetric_configs import SymmetricConfig, launch_options, send_config, warm
+from epmoe.ops.symmetric_slots import aligned_rows, travelling
 from epmoe.ops.symmetric_words import (
     FLIP,
     WORD_KINDS,
@@ -31,47 +33,21 @@ from epmoe.ops.symmetric_words import (
     await_peers,
     escaped,
     flipped,
+    goes_to,
+    largest_in_words,
     never_empty,
     peek,
     quantize_words,
+    rank_bits,
     ranks_of,
+    round_words,
+    store_pairs,
     take_record,
     take_words,
     turn_of,
     unescaped,
+    unpack_words,
 )
-
-SLOT_ALIGN = 128  # bytes; where slots begin
-
-
-def slot_bytes(row_bytes: int) -> int:
-    """From one slot to the next, for rows of so many bytes."""
-    return cdiv(row_bytes, SLOT_ALIGN) * SLOT_ALIGN
-
-
-@dataclasses.dataclass(frozen=True)
-class Travelling:
-    """What the slots of one operation hold: `values` words of numbers, then `ids`, `weights` and `scales` words, the
-    first two behind one that says whether the row is here."""
-
-    values: int
-    ids: int = 0
-    weights: int = 0
-    scales: int = 0
-
-    @property
-    def record(self) -> int:
-        """Words that travel for every token of a peer, here or not."""
-        return 1 + self.ids + self.weights if self.ids + self.weights else 0
-
-    @property
-    def slot(self) -> int:
-        """Words from one slot to the next."""
-        return slot_bytes(4 * (self.values + self.record + self.scales)) // 4
-
-    def half_bytes(self, num_ranks: int, capacity: int) -> int:
-        """Bytes of all slots of one operation."""
-        return 4 * self.slot * num_ranks * capacity
 
 
 @jit(
@@ -96,11 +72,13 @@ def _send_kernel(
     RANK: tl.constexpr, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     ROW: tl.constexpr, VALUES: tl.constexpr, IDS: tl.constexpr, WEIGHTS: tl.constexpr, SCALES: tl.constexpr,
     SLOT: tl.constexpr, KIND: tl.constexpr, FLIP: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROWWISE: tl.constexpr,
     EXPERTS_PER_RANK: tl.constexpr, GROUPS: tl.constexpr, TAKE: tl.constexpr, RECORD_BLOCK: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr, EAGER: tl.constexpr, DEPENDENT: tl.constexpr, INTERPRETED: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr, EAGER: tl.constexpr, DEPENDENT: tl.constexpr, NEXT_EARLY: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(DEPENDENT)
-    let_next_start(DEPENDENT)
+    let_next_start(NEXT_EARLY)
     pid = tl.program_id(0)
     epoch = tl.load(clock + pid)
     turn, stamp = turn_of(epoch)
@@ -109,6 +87,8 @@ def _send_kernel(
     RECORD: tl.constexpr = 1 + IDS + WEIGHTS if IDS + WEIGHTS > 0 else 0
     OTHERS: tl.constexpr = R - 1 if R > 1 else 1
     PARTS: tl.constexpr = (ROW + GROUPS * 64 - 1) // (GROUPS * 64)
+    MANY: tl.constexpr = R > 2 and R < 32
+    FIRST: tl.constexpr = RANK + 1 if R > 2 else 0  # each rank begins with another peer: no link is all ranks' first
     j = tl.arange(0, RECORD_BLOCK)
     s = tl.arange(0, SCALE_BLOCK)
     lane = tl.arange(0, GROUPS)[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -125,6 +105,7 @@ def _send_kernel(
             at = first * (GROUPS * 64) + lane
             w = tl.load(from_row + at, mask=at < tl.where(exists, ROW, 0), other=0)
             to = ranks_of(ids, owner, token, num_tokens, num_experts, K, KP, EXPERTS_PER_RANK)
+            ranks = rank_bits(to, MANY)
             row = (RANK * capacity + token).to(tl.int64)
             if RECORD > 0:
                 if first == 0:
@@ -133,18 +114,28 @@ def _send_kernel(
                     is_weight = (j > IDS) & (j < sent)
                     id_word = tl.load(words + token.to(tl.int64) * IDS + (j - 1), mask=is_id, other=-1)
                     weight = tl.load(weights + token.to(tl.int64) * WEIGHTS + (j - 1 - IDS), mask=is_weight, other=0)
-                    here = tl.max((to == RANK).to(tl.int32)) > 0
+                    here = goes_to(to, ranks, RANK, MANY) > 0
                     tl.store(out_words + row * IDS + (j - 1), tl.where(here, id_word, -1), mask=(j > 0) & (j <= IDS))
                     tl.store(
                         out_weights + row * WEIGHTS + (j - 1 - IDS), tl.where(here, weight, 0),
                         mask=(j > IDS) & (j < RECORD),
                     )  # fmt: skip
                     record = tl.where(j <= IDS, escaped(id_word), never_empty(weight))
-                    for r in tl.static_range(R):
-                        if r != RANK:
-                            goes = tl.max((to == r).to(tl.int32))
-                            slot = peers[r] + base + row * SLOT + VALUES
+                    for i in tl.static_range(R):
+                        if (FIRST + i) % R != RANK:
+                            goes = goes_to(to, ranks, (FIRST + i) % R, MANY)
+                            slot = peers[(FIRST + i) % R] + base + row * SLOT + VALUES
                             tl.store(slot + j, tl.where(j == 0, goes, record), mask=j < sent)
+            if ROWWISE:
+                # The largest of the whole row, also where other programs send the rest of it: then this program reads
+                # that from L2, and else a second time from L1.
+                largest = largest_in_words(w, KIND)
+                for ahead in tl.static_range(1, PARTS):
+                    other = tl.where(first + ahead < PARTS, first + ahead, first + ahead - PARTS)
+                    cols = other * (GROUPS * 64) + lane
+                    rest = tl.load(from_row + cols, mask=cols < tl.where(exists, ROW, 0), other=0)
+                    largest = tl.maximum(largest, largest_in_words(rest, KIND))
+                row_scale, row_inverse = scale_of(tl.max(tl.max(largest, axis=1), axis=0), LARGEST)
             for part in range(first, tl.minimum(first + run, PARTS)):
                 # the next part is on its way while this one is sent
                 behind = at + GROUPS * 64
@@ -152,28 +143,37 @@ def _send_kernel(
                 next_w = tl.load(from_row + behind, mask=behind < tl.where(exists & more, ROW, 0), other=0)
                 mask = at < tl.where(exists, ROW, 0)
                 group = part * GROUPS + tl.arange(0, GROUPS)
-                if SCALES > 0:
-                    q, scale = quantize_words(w, KIND, INTERPRETED)
+                if ROWWISE:
+                    low, high = unpack_words(w, KIND)
+                    q = round_words(low, high, row_inverse, LARGEST, INTERPRETED)
+                    scale = tl.zeros((GROUPS,), tl.float32) + row_scale
+                elif SCALES > 0:
+                    q, scale = quantize_words(w, KIND, LARGEST, POWER_OF_TWO, INTERPRETED)
                 elif FLIP != 0:
                     q = flipped(w, FLIP)
                 else:
                     q = never_empty(w)
-                for r in tl.static_range(R):
-                    if tl.max((to == r).to(tl.int32)) > 0:
-                        if r == RANK:
+                for i in tl.static_range(R):
+                    if goes_to(to, ranks, (FIRST + i) % R, MANY) > 0:
+                        if (FIRST + i) % R == RANK:
                             if SCALES > 0:
-                                tl.store(out16 + row * ROW + at, q, mask=mask)
+                                store_pairs(out + row * VALUES, out16 + row * ROW, at, q, mask, INTERPRETED)
                                 tl.store(out_scales + row * SCALES + group, scale, mask=group < SCALES)
                             else:
                                 tl.store(out + row * ROW + at, w, mask=mask)
                         else:
                             if SCALES > 0:
-                                tl.store(peers16[r] + 2 * (base + row * SLOT) + at, q, mask=mask)
-                                scales = peers[r] + base + row * SLOT + (VALUES + RECORD)
+                                to_peer = q
+                                if FLIP != 0:
+                                    to_peer = q ^ 0x7F7F
+                                to_words = peers[(FIRST + i) % R] + base + row * SLOT
+                                to_pairs = peers16[(FIRST + i) % R] + 2 * (base + row * SLOT)
+                                store_pairs(to_words, to_pairs, at, to_peer, mask, INTERPRETED)
+                                scales = peers[(FIRST + i) % R] + base + row * SLOT + (VALUES + RECORD)
                                 bits = never_empty(scale.to(tl.int32, bitcast=True))
                                 tl.store(scales + group, bits, mask=group < SCALES)
                             else:
-                                tl.store(peers[r] + base + row * SLOT + at, q, mask=mask)
+                                tl.store(peers[(FIRST + i) % R] + base + row * SLOT + at, q, mask=mask)
                 w = next_w
                 at = behind
     else:
@@ -231,18 +231,6 @@ class Sent:
     scales: Tensor | None = None
 
 
-def travelling(values: Tensor, words: Tensor | None, weights: Tensor | None, scheme: str | None) -> Travelling:
-    """What the slots of `send_rows` with these arguments hold."""
-    H = values.shape[1]
-    if scheme is not None:
-        value_words, scales = cdiv(H, 4), cdiv(H, SCALE_BLOCK)
-    else:
-        value_words, scales = H * values.itemsize // 4, 0
-    word_count = 0 if words is None else words.shape[1]
-    weight_count = 0 if weights is None else weights.shape[1] * weights.itemsize // 4
-    return Travelling(value_words, word_count, weight_count, scales)
-
-
 def _send_rows_triton(
     channel: Channel, values: Tensor, ids: Tensor, owner: Tensor, capacity: int, words: Tensor | None,
     weights: Tensor | None, came: Tensor | None, scheme: str | None, code: int, config: SymmetricConfig,
@@ -254,7 +242,8 @@ def _send_rows_triton(
     values = aligned_rows(values)
     ids, words = ids.contiguous(), None if words is None else words.contiguous()
     weights = None if weights is None else weights.contiguous()
-    out = values.new_empty(T, H, dtype=torch.float8_e4m3fn if scheme is not None else values.dtype)
+    form = None if scheme is None else row_format(scheme)
+    out = values.new_empty(T, H, dtype=values.dtype if form is None else form.dtype)
     out_words = None if words is None else words.new_empty(T, words.shape[1])
     out_weights = None if weights is None else weights.new_empty(T, weights.shape[1])
     scales = None if scheme is None else values.new_empty(T, plan.scales, dtype=torch.float32)
@@ -280,8 +269,11 @@ def _send_rows_triton(
         "SCALES": plan.scales,
         "SLOT": plan.slot,
         "KIND": WORD_KINDS.get(values.dtype, 0),
-        "FLIP": FLIP.get(values.dtype, 0),
+        "FLIP": FLIP.get(out.dtype, 0),
         "STRIDE_UNIT": 4,
+        "LARGEST": 0.0 if form is None else form.largest,
+        "POWER_OF_TWO": form is not None and form.power_of_two,
+        "ROWWISE": form is not None and not form.group,
         "EXPERTS_PER_RANK": experts_per_rank,
         "GROUPS": groups,
         # not fewer than threads: then no two of them poll the same word and come to differ
@@ -290,22 +282,16 @@ def _send_rows_triton(
         "SCALE_BLOCK": max(next_power_of_2(plan.scales), 32 * config.num_warps),
         "EAGER": config.eager,
         "INTERPRETED": INTERPRET,
-        **launch_options(values.device, config),
+        **launch_options(values.device, config, channel.ep.at_once),
     }
     fields = {"capacity": capacity, "values": str(values.dtype), "scheme": scheme, **dataclasses.asdict(plan), "H": H}
     fields |= {"K": ids.shape[1], "experts_per_rank": experts_per_rank}
     with on_device_of(values):
-        channel.meet("send", fields, lambda: warm(_send_kernel, arguments, constants, config))
+        compile_kernel = functools.partial(warm, _send_kernel, arguments, constants, config)
+        channel.meet("send", fields, compile_kernel, constants["NEXT_EARLY"])
         with channel.launching(aside, arguments):
             _send_kernel[(config.programs,)](*arguments, **constants)
     return Sent(out, out_words, out_weights, scales)
-
-
-def aligned_rows(t: Tensor) -> Tensor:
-    """`t` with dense rows that begin at multiples of 16 bytes: itself, or a copy."""
-    if t.stride(1) == 1 and t.stride(0) * t.itemsize % 16 == 0 and t.data_ptr() % 16 == 0:
-        return t
-    return t.clone(memory_format=torch.contiguous_format)  # `contiguous` leaves an empty one as it is
 
 
 def _words(t: Tensor) -> Tensor:
@@ -386,7 +372,7 @@ def send_rows(
         operation: names it in errors.
         words, weights: `[M, W]` int32 and `[M, K]` that travel along, both or neither.
         came: without them, the `[R·C, K]` ids that travelled in an earlier call with the same `ids`.
-        scheme: `fp8_block` quantizes 16-bit values on the way, as `ops.quantize` does.
+        scheme: quantizes values (16-bit, where kernels run) on the way: the bits of `ops.quantize`.
         experts_per_rank: n where `owner[e] == e // n` for all e; 0: look owners up.
         profile: `latency` or `throughput`; see `symmetric_configs`.
         sms: the most SMs to use; None: all.
@@ -410,6 +396,8 @@ def send_rows(
         plan.values,
         sms,
         profile,
+        scheme is not None and not row_format(scheme).group,
+        channel.ep.at_once,
     )
     sent = _send_rows_triton(
         channel, values, ids, owner, capacity, words, weights, came, scheme, code, config, experts_per_rank, aside

@@ -74,21 +74,29 @@ def pack_words(low, high, KIND: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @jit
-def quantize_words(w, KIND: tl.constexpr, INTERPRETED: tl.constexpr):
-    """`[groups, 64]` words of 16-bit numbers -> `[groups, 64]` int16 pairs of e4m3 and `[groups]` scales, as
-    `ops.quantize` gives them for `fp8_block`."""
+def largest_in_words(w, KIND: tl.constexpr):
+    """`magnitude_bits` of the larger of the two numbers in each word."""
     low, high = unpack_words(w, KIND)
-    amax = tl.max(tl.maximum(magnitude_bits(low), magnitude_bits(high)), axis=1)
-    scale, inverse = scale_of(amax, 448.0)
-    if INTERPRETED:
-        a = round_scaled(low, inverse[:, None], tl.float8e4nv, INTERPRETED).to(tl.int8, bitcast=True).to(tl.int16)
-        b = round_scaled(high, inverse[:, None], tl.float8e4nv, INTERPRETED).to(tl.int8, bitcast=True).to(tl.int16)
-        return (a & 0xFF) | (b << 8), scale
+    return tl.maximum(magnitude_bits(low), magnitude_bits(high))
+
+
+@jit
+def round_words(low, high, by, LARGEST: tl.constexpr, INTERPRETED: tl.constexpr):
+    """int16 pairs of low · by and high · by (fp32), as `ops.quantize` rounds them: of int8 where LARGEST is 127, else
+    of e4m3."""
+    if LARGEST == 127.0:
+        # 1.5 · 2**23 leaves the whole number in the last bits of the sum; saturated first, it can't fuse
+        low = tl.minimum(tl.maximum(tl.where(by == 0.0, 0.0, low) * by, -127.0), 127.0) + 12582912.0
+        high = tl.minimum(tl.maximum(tl.where(by == 0.0, 0.0, high) * by, -127.0), 127.0) + 12582912.0
+        return ((low.to(tl.int32, bitcast=True) & 0xFF) | (high.to(tl.int32, bitcast=True) << 8)).to(tl.int16)
+    elif INTERPRETED:
+        a = round_scaled(low, by, tl.float8e4nv, INTERPRETED).to(tl.int8, bitcast=True).to(tl.int16)
+        b = round_scaled(high, by, tl.float8e4nv, INTERPRETED).to(tl.int8, bitcast=True).to(tl.int16)
+        return (a & 0xFF) | (b << 8)
     else:
-        by = inverse[:, None]
         low = tl.where(by == 0.0, 0.0, low * by)
         high = tl.where(by == 0.0, 0.0, high * by)
-        pairs = tl.inline_asm_elementwise(
+        return tl.inline_asm_elementwise(
             "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $3, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $2; "
             "mov.b32 $0, {a, b}; }",
             "=r,f,f,f,f",
@@ -97,7 +105,29 @@ def quantize_words(w, KIND: tl.constexpr, INTERPRETED: tl.constexpr):
             is_pure=True,
             pack=2,
         )
-        return pairs, scale
+
+
+@jit
+def quantize_words(w, KIND: tl.constexpr, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTERPRETED: tl.constexpr):
+    """`[groups, 64]` words of 16-bit numbers -> `[groups, 64]` int16 pairs and `[groups]` scales, as `ops.quantize`
+    gives them for blocks of 128 numbers."""
+    low, high = unpack_words(w, KIND)
+    amax = tl.max(tl.maximum(magnitude_bits(low), magnitude_bits(high)), axis=1)
+    scale, inverse = scale_of(amax, LARGEST, POWER_OF_TWO)
+    return round_words(low, high, inverse[:, None], LARGEST, INTERPRETED), scale
+
+
+@jit
+def store_pairs(words, pairs16, at, q, mask, INTERPRETED: tl.constexpr):
+    """Stores `[groups, 64]` int16 pairs at `at`, even runs of them under the mask, so that each 32-bit word is written
+    whole: a GPU's threads have eight in a row. The interpreter stores one element after the other: words, then."""
+    if INTERPRETED:
+        a, b = tl.split(tl.reshape(q.to(tl.int32), q.shape[0], 32, 2))
+        i, _ = tl.split(tl.reshape(at, q.shape[0], 32, 2))
+        here, _ = tl.split(tl.reshape(mask.to(tl.int32), q.shape[0], 32, 2))
+        tl.store(words + i // 2, (a & 0xFFFF) | (b << 16), mask=here > 0)
+    else:
+        tl.store(pairs16 + at, q, mask=mask)
 
 
 @jit
@@ -207,9 +237,11 @@ def announce(peers, stamp, turn, count, RANK: tl.constexpr, R: tl.constexpr):
     No release is needed for that: what they wrote was complete when this kernel began (the end of a kernel, or
     `wait_for_previous`, makes its writes visible to all), and this store comes after.
     """
-    for r in tl.static_range(R):
-        if r != RANK:
-            tl.atomic_xchg(peers[r] + turn * R + RANK, (stamp << _COUNT_BITS) | count, sem="relaxed", scope="sys")
+    FIRST: tl.constexpr = RANK + 1 if R > 2 else 0  # not all of many to the same one
+    for i in tl.static_range(R):
+        if (FIRST + i) % R != RANK:
+            control = peers[(FIRST + i) % R]
+            tl.atomic_xchg(control + turn * R + RANK, (stamp << _COUNT_BITS) | count, sem="relaxed", scope="sys")
 
 
 @jit
@@ -248,6 +280,29 @@ def advance(clock, epoch, program, programs):
     for first in range(program, _CLOCKS, programs * 128):
         at = first + programs * tl.arange(0, 128)
         tl.store(clock + at, tl.full((128,), 1, tl.int32) + epoch, mask=at < _CLOCKS)
+
+
+@jit
+def _either(a, b):
+    return a | b
+
+
+@jit
+def rank_bits(to, MANY: tl.constexpr):
+    """Bit r is set where one of `to [KP]` is r, which costs one reduction for all ranks; 0 without MANY."""
+    if MANY:
+        return tl.reduce(tl.where(to >= 0, 1 << tl.where(to >= 0, to, 0), 0), 0, _either)
+    else:
+        return 0
+
+
+@jit
+def goes_to(to, bits, r, MANY: tl.constexpr):
+    """1 where one of `to [KP]`, of which `bits` are the `rank_bits`, is r; else 0."""
+    if MANY:
+        return (bits >> r) & 1
+    else:
+        return tl.max((to == r).to(tl.int32))
 
 
 @jit

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 
+from epmoe import PeerError
 from epmoe.dispatch.flight import Flight, late
 
 
@@ -37,3 +39,17 @@ def test_a_flight_that_has_started_lets_go_of_what_it_started_from() -> None:
     flight.arrive()
     gc.collect()
     assert alive() is None and flight() == (3,)
+
+
+def test_a_late_flight_that_failed_fails_whenever_it_is_waited_for() -> None:
+    started = []
+
+    def start() -> Flight[tuple[str]]:
+        started.append(1)
+        raise PeerError("rank 1 has not delivered")
+
+    flight = late(start)
+    for wait in (flight.arrive, flight.arrive, flight, flight.then(lambda rows: rows)):
+        with pytest.raises(PeerError, match="rank 1 has not delivered"):
+            wait()
+    assert started == [1], "an exchange that failed is not begun again"

@@ -13,10 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epmoe import EPGroup, ExpertPlacement, PeerError
+from epmoe.comm.beside import Manner
+from epmoe.config import Activation
+from epmoe.dispatch import symmetric
 from epmoe.dispatch.all_to_all import AllToAllDispatcher
 from epmoe.dispatch.base import Dispatcher, ExpertInput
 from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
 from epmoe.dispatch.symmetric import SymmetricDispatcher
+from epmoe.experts import ExpertsSpec
+from epmoe.experts.grouped import GroupedExperts
+from epmoe.kernel import MoEKernel
 from epmoe.quant.rows import quantize_rows
 from epmoe.testing import RankFailed, poisoned_empty, run_ranks
 
@@ -29,7 +35,8 @@ def make(
 ) -> Any:
     placement = ExpertPlacement.contiguous(experts, ep.num_ranks)  # uneven
     owner, expert_map = placement.owner_tensor(ep.device), placement.expert_map(ep.rank, ep.device)
-    return kind(ep, owner, expert_map, placement.num_local(ep.rank), layer=layer, max_tokens_per_rank=capacity)
+    options = {"max_tokens_per_rank": capacity, "experts_per_rank": placement.experts_per_rank}
+    return kind(ep, owner, expert_map, placement.num_local(ep.rank), layer=layer, **options)
 
 
 def batch(rank: int, seed: int, dtype: torch.dtype = torch.bfloat16, tokens: int | None = None) -> tuple[Tensor, ...]:
@@ -105,7 +112,9 @@ def quantized_on_the_way(rank: int, ranks: int, seed: int) -> None:
         os.environ["EPMOE_CPU_KERNELS"] = mode
         d = make(SymmetricDispatcher, ep)
         for scheme in ("fp8_block", "int8_row"):
-            by_dispatch = d.dispatch_async(x, ids, weights, scheme=scheme, adapter_ids=adapter_ids).wait()
+            with pytest.MonkeyPatch.context() as patch:  # nothing is quantized before the launch
+                patch.setattr("epmoe.dispatch.symmetric.quantize_rows", None)
+                by_dispatch = d.dispatch_async(x, ids, weights, scheme=scheme, adapter_ids=adapter_ids).wait()
             by_caller = d.dispatch(quantize_rows(x, scheme), ids, weights, adapter_ids=adapter_ids)
             here = owned(by_dispatch).any(1)
             assert by_dispatch.scheme == by_caller.scheme == scheme
@@ -225,6 +234,41 @@ def test_all_tokens_to_one_rank_or_to_none(mode: str, seed: int) -> None:
         assert all(torch.equal(out, torch.zeros_like(out)) for out in outs)
 
 
+def budgets(rank: int, ranks: int, seed: int) -> None:
+    """SMs of every launch: those of the moment, in backward those of its forward."""
+    ep, launched = EPGroup(timeout=30), list[int | None]()
+
+    def heard(whole: Any) -> Any:
+        def launch(*arguments: Any, **options: Any) -> Any:
+            launched.append(options["sms"])
+            assert options["aside"] == (options["sms"] is not None)
+            return whole(*arguments, **options)
+
+        return launch
+
+    for name in ("send_rows", "give_back_rows"):
+        setattr(symmetric, name, heard(getattr(symmetric, name)))
+    d = make(SymmetricDispatcher, ep)
+    x, ids, weights = batch(rank, seed, torch.float32)
+    handle = d.dispatch(x, ids, weights).handle
+    for fixed, now, expected in ((None, 4, 4), (None, 0, None), (7, 4, 7), (None, 9, 9), (None, 0, None)):
+        d.overlap_sms = fixed
+        launched.clear()
+        leaves = (x.clone().requires_grad_(), weights.clone().requires_grad_())
+        with ep.beside.launching(Manner(now, False, False)):
+            d.combine(torch.zeros(ranks * C, H), handle)  # of the last round
+            handle = d.dispatch(x, ids, weights, layout=handle).handle
+            rows = d.dispatch(leaves[0], ids, leaves[1], layout=handle)
+            out = d.combine(torch.where((rows.topk_ids >= 0).any(1)[:, None], rows.x, 0), rows.handle)
+        d.overlap_sms = 3
+        torch.autograd.grad(out.sum(), leaves[0])
+        assert launched == [expected] * 6, (fixed, now)
+
+
+def test_the_sms_of_each_call_are_those_of_the_moment_also_by_a_layout_of_before(seed: int) -> None:
+    run_ranks(budgets, 2, args=(seed,), timeout=60)
+
+
 # ---- what must not travel as it is, and what is refused
 
 
@@ -280,9 +324,18 @@ def planned(rank: int, ranks: int) -> None:
     assert not ep.channels, "nothing is allocated for a plan"
     d.combine(d.dispatch(*batch(rank, 1)).x, d.dispatch(*batch(rank, 1)).handle)
     (channel,) = ep.channels
-    assert plan[0].name == "slots, latency profile"
+    assert plan[0].name == "slots, latency profile (throughput above 1024 tokens per rank)"
     assert channel.buffers[rank].numel() <= plan[0].nbytes < 2 * channel.buffers[rank].numel()
-    assert make(SymmetricDispatcher, ep, capacity=8192).profile == "throughput"
+    for capacity, profile in ((1024, "latency"), (1025, "throughput"), (8192, "throughput")):
+        large = make(SymmetricDispatcher, ep, capacity=capacity)
+        slots, rows, _ = large.memory_plan(capacity, H, torch.bfloat16, H * 2 + 8 * K, large.traffic(capacity, K))
+        assert large.profile == profile and slots.name.startswith(f"slots, {profile} profile")
+        # two halves, a slot for every token of every rank: values, ids, weights, and whether it is here
+        assert slots.nbytes >= 2 * ranks * capacity * (H * 2 + 8 * K + 4) and rows.nbytes >= ranks * capacity * H * 2
+    assert len(ep.channels) == 1, "nor for these"
+    spec = ExpertsSpec(Activation("swiglu"), H, 32, torch.bfloat16, torch.device("cpu"))
+    quantized = MoEKernel(d, GroupedExperts(spec), dispatch_scheme="int8_row").memory_plan(C, K)
+    assert "quantized rows" not in {b.name for b in quantized.buffers}, "they are in flight"
 
 
 def test_the_memory_plan_holds_what_is_then_allocated() -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epmoe import EPGroup, PeerError
+from epmoe.comm.beside import Manner
 from epmoe.dispatch.all_to_all import AllToAllDispatcher
 from epmoe.dispatch.symmetric import SymmetricDispatcher
 from epmoe.testing import run_ranks
@@ -114,64 +115,147 @@ def test_on_gpus_a_late_rank_is_an_error_at_the_next_call(seed: int) -> None:
     assert "rank 1 has not delivered" in message and "blocks.3.moe', dispatch" in message
 
 
-def many_round_trips(rank: int, ranks: int, steps: int, seed: int) -> tuple[int, int]:
-    """(wrong words received, wrong sums) of rows that say which step, rank and token they are. Other traffic of the
-    group runs beside it, and one rank is now and then late."""
-    ep, steps_each = EPGroup(timeout=60), 50
-    capacity, width = 24, 256
-    d = make(SymmetricDispatcher, ep, capacity=capacity)
-    g = torch.Generator("cuda").manual_seed(seed)
-    drawn = torch.rand(ranks, capacity, E, generator=g, device="cuda").argsort(2)[..., :K].int()
-    step = torch.zeros((), dtype=torch.int32, device="cuda")
-    wrong = torch.zeros(2, dtype=torch.int64, device="cuda")
-    token = torch.arange(capacity, device="cuda")
-    column = torch.arange(width, device="cuda")
-    owner = d.owner
+class RoundTrips:
+    """Round trips of one group in the current stream, of rows that say which step, rank and token they are, and what
+    was wrong: (words received, sums)."""
 
-    def rows_of(source: int) -> tuple[Tensor, Tensor]:
+    def __init__(self, ep: EPGroup, seed: int, capacity: int = 24, width: int = 256) -> None:
+        self.ep, self.ranks, self.capacity = ep, ep.num_ranks, capacity
+        self.d = make(SymmetricDispatcher, ep, capacity=capacity)
+        g = torch.Generator("cuda").manual_seed(seed)
+        self.drawn = torch.rand(ep.num_ranks, capacity, E, generator=g, device="cuda").argsort(2)[..., :K].int()
+        self.step = torch.zeros((), dtype=torch.int32, device="cuda")
+        self.wrong = torch.zeros(2, dtype=torch.int64, device="cuda")
+        self.token = torch.arange(capacity, device="cuda")
+        self.column = torch.arange(width, device="cuda")
+
+    def rows_of(self, source: int) -> tuple[Tensor, Tensor]:
         """What a rank sends in this step, which any rank can tell: whole numbers that float32 adds exactly."""
-        code = ((step * ranks + source) * capacity + token)[:, None] * 7 + column
-        return (code % 1_000_003).float(), (drawn[source] + step + source) % (E + 1) - 1  # with holes
+        code = ((self.step * self.ranks + source) * self.capacity + self.token)[:, None] * 7 + self.column
+        return (code % 1_000_003).float(), (self.drawn[source] + self.step + source) % (E + 1) - 1  # with holes
 
-    def one() -> None:
-        x, ids = rows_of(rank)
-        rows = d.dispatch(x, ids, torch.ones(capacity, K, device="cuda"))
-        for source in range(ranks):
-            sent, theirs = rows_of(source)
+    def one(self) -> None:
+        rank, owner = self.ep.rank, self.d.owner
+        x, ids = self.rows_of(rank)
+        rows = self.d.dispatch(x, ids, torch.ones(self.capacity, K, device="cuda"))
+        for source in range(self.ranks):
+            sent, theirs = self.rows_of(source)
             goes = (torch.where(theirs >= 0, owner[theirs.clamp_min(0).long()], -1) == rank).any(1)
-            here = slice(source * capacity, (source + 1) * capacity)
-            wrong[0] += ((rows.x[here] != sent) & goes[:, None]).sum()
-            wrong[0] += (owned(rows)[here].any(1) != goes).sum()
-        out = d.combine(rows.x, rows.handle)
+            here = slice(source * self.capacity, (source + 1) * self.capacity)
+            self.wrong[0] += ((rows.x[here] != sent) & goes[:, None]).sum()
+            self.wrong[0] += (owned(rows)[here].any(1) != goes).sum()
+        out = self.d.combine(rows.x, rows.handle)
         owners = torch.where(ids >= 0, owner[ids.clamp_min(0).long()], -1)
-        visited = sum((owners == r).any(1).int() for r in range(ranks))
-        wrong[1] += (out != x * visited[:, None]).sum()
-        step.add_(1)
+        visited = sum((owners == r).any(1).int() for r in range(self.ranks))
+        self.wrong[1] += (out != x * visited[:, None]).sum()  # type: ignore[index]
+        self.step.add_(1)
 
-    with torch.no_grad():
-        one()
+    def captured(self, steps: int, stream: torch.cuda.Stream | None = None) -> torch.cuda.CUDAGraph:
+        self.one()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(steps_each):
-                one()
-        aside, flag = torch.cuda.Stream(), torch.ones(1 << 18, device="cuda")
-        for n in range(steps // steps_each):
-            if n % 97 == rank:
-                torch.cuda._sleep(3_000_000)
-            graph.replay()
-            if n % 40 == 0:
-                with torch.cuda.stream(aside):
-                    dist.all_reduce(flag)
-            if n % 400 == 0:
-                one()
-                torch.cuda.synchronize()
-    torch.cuda.synchronize()
-    for channel in ep.channels:
-        channel.check()
-    return int(wrong[0]), int(wrong[1])
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(steps):
+                self.one()
+        return graph
+
+    def result(self) -> tuple[int, int]:
+        torch.cuda.synchronize()
+        for channel in self.ep.channels:
+            channel.check()
+        return int(self.wrong[0]), int(self.wrong[1])
+
+
+@torch.no_grad()
+def many_round_trips(rank: int, ranks: int, steps: int, seed: int) -> tuple[int, int]:
+    """Other traffic of the group runs beside them, and one rank is now and then late."""
+    trips, steps_each = RoundTrips(EPGroup(timeout=60), seed), 50
+    graph = trips.captured(steps_each)
+    aside, flag = torch.cuda.Stream(), torch.ones(1 << 18, device="cuda")
+    for n in range(steps // steps_each):
+        if n % 97 == rank:
+            torch.cuda._sleep(3_000_000)
+        graph.replay()
+        if n % 40 == 0:
+            with torch.cuda.stream(aside):
+                dist.all_reduce(flag)
+        if n % 400 == 0:
+            trips.one()
+            torch.cuda.synchronize()
+    return trips.result()
 
 
 @pytest.mark.gpu2
 def test_a_hundred_thousand_round_trips_have_no_wrong_row(seed: int) -> None:
     assert run_ranks(many_round_trips, 2, args=(100_000, seed), backend="nccl", timeout=150) == [(0, 0)] * 2
+
+
+@torch.no_grad()
+def three_groups(rank: int, ranks: int, steps: int, seed: int) -> list[tuple[int, int]]:
+    """Each in a stream of its own, of sizes that fill the chip, launched in another order on each rank; now and then a
+    computation that fills it too."""
+    groups = [RoundTrips(EPGroup(timeout=60), seed + n, *size) for n, size in enumerate(SIZES)]
+    for trips in groups:
+        trips.one()
+    assert [trips.ep.at_once for trips in groups] == [3] * 3
+    streams, steps_each = [torch.cuda.Stream() for _ in groups], 10
+    graphs = [trips.captured(steps_each, stream) for trips, stream in zip(groups, streams, strict=True)]
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    for n in range(steps // steps_each):
+        for turn in range(3):
+            which = (turn + n + rank * (1 + n % 2)) % 3
+            with torch.cuda.stream(streams[which]):
+                if (n + turn) % 7 == rank:
+                    torch.mm(a, a)
+                if (n + turn) % 31 == rank:
+                    torch.cuda._sleep(1_000_000)
+                graphs[which].replay()
+                if n % 5 == turn:
+                    groups[which].one()
+    return [trips.result() for trips in groups]
+
+
+SIZES = ((24, 256), (1024, 2048), (1500, 1024))  # both profiles
+
+
+@pytest.mark.gpu2
+def test_three_groups_at_once_on_streams_of_their_own_do_not_stand_in_each_others_way(seed: int) -> None:
+    assert run_ranks(three_groups, 2, args=(600, seed), backend="nccl", timeout=150) == [[(0, 0)] * 3] * 2
+
+
+@torch.no_grad()
+def budgets_in_one_graph(rank: int, ranks: int, seed: int) -> list[float]:
+    """Dispatch beside, combine with the whole chip, and the other way round, on one channel within one capture."""
+    ep = EPGroup(timeout=60)
+    d = make(SymmetricDispatcher, ep, capacity=64)
+    x, ids, weights = (t.cuda() for t in batch(rank, seed, torch.float32, tokens=64))
+
+    def call() -> list[Tensor]:
+        outs, handle = [], None
+        for first, second in ((16, 0), (0, 16), (16, 16), (0, 0)):
+            with ep.beside.launching(Manner(first, False, False)):
+                rows = d.dispatch(x, ids, weights, layout=handle)
+            with ep.beside.launching(Manner(second, False, False)):
+                outs.append(d.combine(rows.x, rows.handle))
+            handle = rows.handle
+        return outs
+
+    want = [out.clone() for out in call()]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = call()
+    errors = []
+    for n in range(20):
+        if n % 4 == rank:
+            torch.cuda._sleep(1_000_000)
+        graph.replay()
+        errors.append(max(float((a - b).abs().max()) for a, b in zip(outs, want, strict=True)))
+    for channel in ep.channels:
+        channel.check()
+    return errors
+
+
+@pytest.mark.gpu2
+def test_one_graph_may_hold_operations_beside_others_and_with_the_whole_chip(seed: int) -> None:
+    assert run_ranks(budgets_in_one_graph, 2, args=(seed,), backend="nccl", timeout=150) == [[0.0] * 20] * 2

@@ -369,12 +369,12 @@ def test_results_go_into_the_callers_buffers_and_nowhere_else(save, kernels, dev
 def test_buffers_that_do_not_fit_are_named():
     x, w, ends = torch.zeros(4, 8), torch.zeros(2, 6, 8), torch.zeros(2, dtype=torch.int32)
     for wrong in (torch.zeros(4, 5), torch.zeros(24), torch.zeros(4, 6).double(), torch.zeros(6, 4).T):
-        with pytest.raises(ValueError, match=r"out is .*must be contiguous, torch.float32 \[max_rows, 6\]"):
+        with pytest.raises(ValueError, match=r"out is .*must be contiguous torch.float32 \(\d+, 6\)"):
             grouped_gemm_into(wrong, x, w, None, ends, ends, None, 1, False)
     tail = (x, w, None, ends, ends, None, 1, None, "swiglu", 1.0, math.inf)
-    with pytest.raises(ValueError, match=r"act is .*\[max_rows, 3\]"):
+    with pytest.raises(ValueError, match=r"act is .*must be contiguous torch.float32 \(4, 3\)"):
         grouped_gemm_act_into(torch.zeros(4, 6), None, *tail)
-    with pytest.raises(ValueError, match=r"preact is .*\[4, 6\]"):
+    with pytest.raises(ValueError, match=r"preact is .*must be contiguous torch.float32 \(4, 6\)"):
         grouped_gemm_act_into(torch.zeros(4, 3), torch.zeros(5, 6), *tail)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
 
 from epmoe.comm.symmetric import CLOCKS
 from epmoe.ops._triton import INTERPRET, jit, tl
-from epmoe.ops.symmetric_configs import REGISTERS, THREADS, give_back_config, send_config
+from epmoe.ops.symmetric_configs import REGISTERS, THREADS, give_back_config, launch_options, send_config
 from epmoe.ops.symmetric_words import FLIP, advance, escaped, flipped, never_empty, pack_words, unescaped, unpack_words
 
+PROFILES = [(128, "latency"), (4096, "throughput")]
 pytestmark = pytest.mark.skipif(not INTERPRET, reason="walks through kernels on CPU")
 
 
@@ -89,14 +92,41 @@ def test_senders_always_find_room_beside_the_programs_that_wait(
 
     monkeypatch.setattr(configs, "_num_sms", lambda _: 132)
     device = torch.device("cuda")
-    for capacity in (1, 8, 128, 1024, 8192):
-        for ranks in (1, 2, 8):
-            for config in (
-                send_config.__wrapped__(device, capacity, ranks, 3584, 1792, sms, profile, False),
-                give_back_config.__wrapped__(device, capacity, ranks, 3584, 0, sms, profile, False),
-            ):
-                threads = 32 * config.num_warps
-                per_sm = min(REGISTERS // (threads * config.max_registers), THREADS // threads)
-                places = per_sm * (sms or 132)
-                assert config.senders >= 1 and 1 <= config.takers <= 2 * places // 3
-                assert config.programs <= min(places, CLOCKS)
+    for capacity, ranks, groups in itertools.product((1, 8, 128, 1024, 8192), (1, 2, 8), (1, 2, 3, 8)):
+        waiting = []  # the largest share of the device that takers of one group hold
+        for config in (
+            send_config.__wrapped__(device, capacity, ranks, 3584, 1792, sms, profile, False, groups, False),
+            send_config.__wrapped__(device, capacity, ranks, 3584, 1792, sms, profile, True, groups, False),
+            give_back_config.__wrapped__(device, capacity, ranks, 3584, 0, sms, profile, groups, 8, False),
+            give_back_config.__wrapped__(device, capacity, ranks, 3584, 8, sms, profile, groups, 8, False),
+        ):
+            threads = 32 * config.num_warps
+            per_sm = min(REGISTERS // (threads * config.max_registers), THREADS // threads)
+            places = per_sm * (sms or 132)
+            assert config.senders >= 1 and 1 <= config.takers <= 2 * places // 3
+            assert config.programs <= min(places, CLOCKS)
+            waiting.append(config.takers / (per_sm * 132))
+        assert groups * max(waiting) <= 2 / 3
+
+
+def test_one_group_has_the_launches_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    import epmoe.ops.symmetric_configs as configs
+
+    monkeypatch.setattr(configs, "_num_sms", lambda _: 132)
+    device = torch.device("cuda")
+    sends = [send_config.__wrapped__(device, c, 2, 3584, 1792, None, p, interpret=False) for c, p in PROFILES]
+    backs = [give_back_config.__wrapped__(device, c, 2, 3584, 8, None, p, interpret=False) for c, p in PROFILES]
+    assert [(c.senders, c.takers, c.run, c.eager) for c in sends] == [(512, 128, 1, True), (256, 256, 4, False)]
+    assert [(c.senders, c.takers, c.block, c.num_warps) for c in backs] == [(896, 896, 256, 2), (820, 1221, 256, 2)]
+    assert launch_options(torch.device("cpu"), sends[0], 1) == {"DEPENDENT": False, "NEXT_EARLY": False}
+
+
+def test_behind_an_operation_the_next_kernel_starts_early_only_where_one_group_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import epmoe.ops.symmetric_configs as configs
+
+    monkeypatch.setattr(configs, "dependent_launch", lambda _: {"DEPENDENT": True, "launch_pdl": True})
+    config = send_config(torch.device("cpu"), 8, 2, 32, 16, None, "latency")
+    made = [launch_options(torch.device("cuda"), config, groups) for groups in (1, 2)]
+    assert [(options["DEPENDENT"], options["NEXT_EARLY"]) for options in made] == [(True, True), (True, False)]
