@@ -79,14 +79,32 @@ class SharedExperts(nn.Module):
         return out
 
 
+class Projection(nn.Module):
+    """x `[M, in]` -> `[M, out]` by `weight [out, in]`; a module, so that FSDP can shard it over its own ranks."""
+
+    def __init__(
+        self, size_in: int, size_out: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size_out, size_in, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        """Normal, std 1/√fan-in."""
+        nn.init.normal_(self.weight, std=self.weight.shape[-1] ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """In x's dtype."""
+        return F.linear(x, self.weight.to(x.dtype))
+
+
 class MoELayer(WithLora, WithQuantizedExperts):
     """A Mixture-of-Experts layer whose routed experts are spread over the ranks of `ep`.
 
     Parameters: `router.weight [E, H]`; this rank's experts `gate_up_proj [L, 2I, H]` (gate rows, then up rows; `[L, I,
     H]` when the activation is not gated) and `down_proj [L, H, I]`, with `expert_bias` also `gate_up_bias`,
-    `down_bias`; `shared_experts.*`; `latent_down [latent, H]`, `latent_up [H, latent]`. `local_experts` are the logical
-    ids of the L. Quantized experts (`config.quant`, or `quantize_` later) hold values in the projections and scales
-    beside them, such as `gate_up_proj_scale_inv`, none of which needs a gradient.
+    `down_bias`; `shared_experts.*`; `latent_down.weight [latent, H]`, `latent_up.weight [H, latent]`. `local_experts`
+    are the logical ids of the L. Quantized experts (`config.quant`, or `quantize_` later) hold values in the
+    projections and scales beside them, such as `gate_up_proj_scale_inv`, none of which needs a gradient.
 
     Every rank of the group must call the layer the same number of times, in forward and in backward, also with zero
     tokens. Expert gradients are sums over the tokens of all ranks: see `epmoe.integrations.gradients` for data
@@ -113,8 +131,8 @@ class MoELayer(WithLora, WithQuantizedExperts):
     gate_up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
     shared_experts: SharedExperts | None
-    latent_down: nn.Parameter | None
-    latent_up: nn.Parameter | None
+    latent_down: Projection | None
+    latent_up: Projection | None
 
     def __init__(
         self,
@@ -156,8 +174,8 @@ class MoELayer(WithLora, WithQuantizedExperts):
         self._make_projections(device, dtype)
         self.gate_up_bias = nn.Parameter(torch.empty(local, width, **factory)) if config.expert_bias else None
         self.down_bias = nn.Parameter(torch.empty(local, h_expert, **factory)) if config.expert_bias else None
-        self.latent_down = nn.Parameter(torch.empty(h_expert, h, **factory)) if config.latent_size else None
-        self.latent_up = nn.Parameter(torch.empty(h, h_expert, **factory)) if config.latent_size else None
+        self.latent_down = Projection(h, h_expert, **factory) if config.latent_size else None
+        self.latent_up = Projection(h_expert, h, **factory) if config.latent_size else None
         self.shared_experts = (
             SharedExperts(
                 config.num_shared_experts, h, config.shared_size, activation, config.shared_expert_gate, **factory
@@ -240,7 +258,7 @@ class MoELayer(WithLora, WithQuantizedExperts):
             self.shared_experts.reset_parameters()
         for projection in (self.latent_down, self.latent_up):
             if projection is not None:
-                nn.init.normal_(projection, std=projection.shape[-1] ** -0.5)
+                projection.reset_parameters()
         for bias in (self.gate_up_bias, self.down_bias):
             if bias is not None:
                 bias.zero_()
@@ -331,7 +349,7 @@ class MoELayer(WithLora, WithQuantizedExperts):
             chosen = self._route(tokens, mask, forced, routing)
         with torch.autocast(tokens.device.type, enabled=False):
             tokens = tokens.to(dtype)
-            routed_input = tokens if self.latent_down is None else F.linear(tokens, self.latent_down.to(dtype))
+            routed_input = tokens if self.latent_down is None else self.latent_down(tokens)
             weights, shared_experts = self.expert_weights().to(dtype), self.shared_experts
             if self.config.main_grad:
                 weights = sum_gradients(weights, self.expert_parameters())
@@ -352,7 +370,7 @@ class MoELayer(WithLora, WithQuantizedExperts):
             if tape is not None and not tape.replaying:
                 assert out.layout is not None
                 tape.record(self.name, chosen.topk_ids, out.layout)
-            y = out.routed if self.latent_up is None else F.linear(out.routed, self.latent_up.to(dtype))
+            y = out.routed if self.latent_up is None else self.latent_up(out.routed)
             if out.shared is not None:
                 y = y + out.shared
         y = y.to(x.dtype).reshape(x.shape)

@@ -14,12 +14,13 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from epmoe.config import RouterConfig
 from epmoe.ops.route import route_topk
@@ -28,50 +29,30 @@ from epmoe.ops.route_reference import RENORM_EPS, clean_logits, score_logits
 _NEG_INF = -math.inf
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Routing:
-    """Where each token goes. A slot without an expert has id -1 and weight 0.
+class _Given(NamedTuple):
+    """Logits and scores as somebody gave them."""
 
-    topk_ids: int32 `[M, K]`, logical ids. topk_weights: `[M, K]`, differentiable.
-    logits: `[M, E]`, -inf where an expert is unusable for that token, and for every expert of a masked token.
-    scores: `[M, E]`, after scoring and without the selection bias, 0 where unusable; differentiable, for the losses.
-    logits and scores are None when a router of one's own gave only ids and weights. After `route` they are computed
-    when first read, as of the call to `route`: RuntimeError if its logits or token_mask changed in place since.
-    """
+    logits: torch.Tensor | None
+    scores: torch.Tensor | None
 
-    topk_ids: torch.Tensor
-    topk_weights: torch.Tensor
-    logits: torch.Tensor | None = None
-    scores: torch.Tensor | None = None
-    num_experts: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.num_experts is None and self.logits is not None:
-            object.__setattr__(self, "num_experts", self.logits.shape[1])
-
-    def tokens_per_expert(self) -> torch.Tensor:
-        """How many slots name each expert: int64 `[E]`, exact."""
-        if self.num_experts is None:
-            raise ValueError("Routing.num_experts=None: must be set to count tokens per expert")
-        return _count(self.topk_ids, self.num_experts)
-
-    def masked(self, token_mask: torch.Tensor) -> Routing:
-        """The same for tokens whose `token_mask`, bool `[M]`, is True; the others go to no expert, as in `route`."""
+    def masked(self, token_mask: torch.Tensor) -> _Given:
         keep = token_mask[:, None]
-        return Routing(
-            *_mask_slots(self.topk_ids, self.topk_weights, token_mask),
+        return _Given(
             None if self.logits is None else torch.where(keep, self.logits, _NEG_INF),
             None if self.scores is None else torch.where(keep, self.scores, 0.0),
-            self.num_experts,
         )
 
 
+@dataclasses.dataclass(eq=False)
 class _RawLogits:
     """What logits and scores of a Routing are made of when one is first read: most programs never read them."""
 
-    def __init__(self, raw: torch.Tensor, scoring: str, token_mask: torch.Tensor | None) -> None:
-        self.raw, self.scoring, self.token_mask = raw, scoring, token_mask
-        self.grad_enabled = torch.is_grad_enabled()  # logging under no_grad may come before the loss
+    raw: torch.Tensor
+    token_mask: torch.Tensor | None
+    scoring: str
+    grad_enabled: bool  # as of `route`: logging under no_grad may come before the loss
+
+    def __post_init__(self) -> None:
         self.versions = self._versions()
 
     @functools.cached_property
@@ -87,10 +68,10 @@ class _RawLogits:
     def masked(self, token_mask: torch.Tensor) -> _RawLogits:
         with self._as_then():
             both = token_mask if self.token_mask is None else self.token_mask & token_mask
-            return _RawLogits(self.raw, self.scoring, both)
+            return dataclasses.replace(self, token_mask=both)
 
     def _versions(self) -> list[int]:
-        tensors = [self.raw] if self.token_mask is None else [self.raw, self.token_mask]
+        tensors = [part for part in (self.raw, self.token_mask) if isinstance(part, torch.Tensor)]
         return [-1 if t.is_inference() else t._version for t in tensors]
 
     @contextlib.contextmanager
@@ -103,22 +84,82 @@ class _RawLogits:
             yield
 
 
-class _LazyRouting(Routing):
-    source: _RawLogits
-    logits = functools.cached_property(lambda self: self.source.logits)  # type: ignore[assignment]
-    scores = functools.cached_property(lambda self: self.source.scores)  # type: ignore[assignment]
+@dataclasses.dataclass(frozen=True, eq=False, init=False)
+class Routing:
+    """Where each token goes. A slot without an expert has id -1 and weight 0.
 
-    @classmethod
-    def of(cls, topk_ids: torch.Tensor, topk_weights: torch.Tensor, source: _RawLogits) -> Routing:
-        routing = object.__new__(cls)  # __init__ would set the two fields that wait
-        fields = {"topk_ids": topk_ids, "topk_weights": topk_weights, "num_experts": source.raw.shape[1]}
-        vars(routing).update(fields, source=source)
-        return routing
+    topk_ids: int32 `[M, K]`, logical ids. topk_weights: `[M, K]`, differentiable.
+    logits: `[M, E]`, -inf where an expert is unusable for that token, and for every expert of a masked token.
+    scores: `[M, E]`, after scoring and without the selection bias, 0 where unusable; differentiable, for the losses.
+    logits and scores are None when a router of one's own gave only ids and weights. After `route` they are computed
+    when first read, as of the call to `route`: RuntimeError if its logits or token_mask changed in place since.
+
+    A dataclass and a pytree whose parts are what was computed already: so FSDP and DDP, which look through what a
+    module returns, find the tensors that gradients will come back to, and reading them computes nothing.
+    """
+
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    num_experts: int | None
+    source: _Given | _RawLogits
+
+    def __init__(
+        self,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        logits: torch.Tensor | None = None,
+        scores: torch.Tensor | None = None,
+        num_experts: int | None = None,
+        *,
+        source: _Given | _RawLogits | None = None,
+    ) -> None:
+        if source is None:
+            source = _Given(logits, scores)
+        elif logits is not None or scores is not None:  # dataclasses.replace of one
+            source = _Given(source.logits if logits is None else logits, source.scores if scores is None else scores)
+        if num_experts is None and logits is not None:
+            num_experts = logits.shape[1]
+        object.__setattr__(self, "topk_ids", topk_ids)
+        object.__setattr__(self, "topk_weights", topk_weights)
+        object.__setattr__(self, "num_experts", num_experts)
+        object.__setattr__(self, "source", source)
+
+    @property
+    def logits(self) -> torch.Tensor | None:
+        return self.source.logits
+
+    @property
+    def scores(self) -> torch.Tensor | None:
+        return self.source.scores
+
+    def tokens_per_expert(self) -> torch.Tensor:
+        """How many slots name each expert: int64 `[E]`, exact."""
+        if self.num_experts is None:
+            raise ValueError("Routing.num_experts=None: must be set to count tokens per expert")
+        return _count(self.topk_ids, self.num_experts)
 
     def masked(self, token_mask: torch.Tensor) -> Routing:
+        """The same for tokens whose `token_mask`, bool `[M]`, is True; the others go to no expert, as in `route`."""
         ids, weights = _mask_slots(self.topk_ids, self.topk_weights, token_mask)
-        return _LazyRouting.of(ids, weights, self.source.masked(token_mask))
+        return Routing(ids, weights, num_experts=self.num_experts, source=self.source.masked(token_mask))
 
+
+def _unflatten(parts: Iterable[Any], num_experts: int | None) -> Routing:
+    topk_ids, topk_weights, source = parts
+    return Routing(topk_ids, topk_weights, num_experts=num_experts, source=source)
+
+
+# FSDP of torch 2.11 looks through pytrees only, later ones through dataclasses.
+pytree.register_pytree_node(
+    Routing,
+    lambda routing: ([routing.topk_ids, routing.topk_weights, routing.source], routing.num_experts),
+    _unflatten,
+)
+pytree.register_pytree_node(
+    _RawLogits,
+    lambda source: ([source.raw, source.token_mask], (source.scoring, source.grad_enabled)),
+    lambda parts, rules: _RawLogits(*parts, *rules),
+)
 
 RouterFn = Callable[[torch.Tensor], "Routing | tuple[torch.Tensor, torch.Tensor]"]
 """A router of one's own: x `[M, H]` -> a Routing or (topk_ids, topk_weights). See `as_routing`."""
@@ -172,7 +213,8 @@ def route(
         logits = logits.to(config.dtype)
         ids, weights = route_topk(logits, config, top_k, selection_bias, topk_ids, token_mask)
         if not torch.compiler.is_compiling():
-            return _LazyRouting.of(ids, weights, _RawLogits(logits, config.scoring, token_mask))
+            source = _RawLogits(logits, token_mask, config.scoring, torch.is_grad_enabled())
+            return Routing(ids, weights, num_experts=num_experts, source=source)
         # The compiler drops what nobody reads.
         scores = _visible_scores(logits, token_mask, config.scoring)
         return Routing(ids, weights, _visible_logits(logits, token_mask), scores, num_experts)
@@ -297,12 +339,13 @@ def as_routing(
     )
     if weights.dtype not in (torch.float32, torch.float64):
         weights = weights.float()
-    if isinstance(result, _LazyRouting):
-        _check_part("logits", result.source.raw, num_tokens, num_experts)
-        return _LazyRouting.of(ids, weights, result.source)
-    for name in ("logits", "scores"):
-        _check_part(name, getattr(result, name), num_tokens, num_experts)
-    return Routing(ids, weights, result.logits, result.scores, num_experts)
+    source = result.source
+    if isinstance(source, _RawLogits):
+        _check_part("logits", source.raw, num_tokens, num_experts)
+    else:
+        _check_part("logits", source.logits, num_tokens, num_experts)
+        _check_part("scores", source.scores, num_tokens, num_experts)
+    return Routing(ids, weights, num_experts=num_experts, source=source)
 
 
 def validate_routing(topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int) -> None:

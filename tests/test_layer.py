@@ -18,13 +18,13 @@ def expected(layer: MoELayer, x: torch.Tensor, routing: Routing) -> torch.Tensor
     c, act = layer.config, layer.config.activation_function
     p = {name: t.detach().double() for name, t in layer.named_parameters()}
     x = x.detach().double().reshape(-1, c.hidden_size)
-    inner = x @ p["latent_down"].T if c.latent_size else x
+    inner = x @ p["latent_down.weight"].T if c.latent_size else x
     experts = {name: p[name] for name in ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias") if name in p}
     constants = (act.name, act.alpha, act.limit)
     y = naive.routed(
         inner, routing.topk_ids, routing.topk_weights.double(), experts, constants, c.router_weight_on_input
     )
-    y = y @ p["latent_up"].T if c.latent_size else y
+    y = y @ p["latent_up.weight"].T if c.latent_size else y
     for s in range(c.num_shared_experts):
         for m in range(x.shape[0]):
             h = naive.activation(p["shared_experts.gate_up_proj"][s] @ x[m], *constants)
@@ -216,7 +216,8 @@ def test_moving_and_converting_the_layer_keeps_it_working() -> None:
 def test_state_dict_names_are_the_documented_ones() -> None:
     layer = MoELayer(MoEConfig(**SMALL, expert_bias=True, num_shared_experts=1, shared_expert_gate=True, latent_size=8))
     assert set(layer.state_dict()) == {
-        "router.weight", "gate_up_proj", "down_proj", "gate_up_bias", "down_bias", "latent_down", "latent_up",
+        "router.weight", "gate_up_proj", "down_proj", "gate_up_bias", "down_bias", "latent_down.weight",
+        "latent_up.weight",
         "shared_experts.gate_up_proj", "shared_experts.down_proj", "shared_experts.gate",
     }  # fmt: skip
     assert F.linear(torch.ones(16), layer.router.weight).shape == (6,)

@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -144,7 +145,7 @@ def fully_shard_moe(
         mp_policy, offload_policy, reshard_after_forward: of `fully_shard`, for all units.
 
     Raises:
-        ValueError: a layer was built with another group than `mesh.ep`, or has a `latent_size`.
+        ValueError: a layer was built with another group than `mesh.ep`.
     """
     check_group(model, mesh.ep)
     options: dict[str, Any] = {
@@ -176,19 +177,15 @@ def shard_layer(
         ValueError: as `fully_shard_moe`.
     """
     check_group(layer, mesh.ep)
-    if layer.latent_down is not None:
-        raise ValueError(
-            f"layer {layer.name!r}: latent_size={layer.config.latent_size} can't be sharded by FSDP: its projections "
-            "and the experts would be one unit on two meshes; use data_parallel"
-        )
     options: dict[str, Any] = {"offload_policy": offload_policy, "reshard_after_forward": reshard_after_forward}
     # FSDP does not look into a module that has its own mesh, so what is replicated in there comes first.
     router, shared = layer.router, layer.shared_experts
     if isinstance(router, nn.Module) and any(True for _ in router.parameters()):
         exact = dataclasses.replace(mp_policy, param_dtype=None, output_dtype=None, cast_forward_inputs=False)
         fully_shard(router, mesh=mesh.data, mp_policy=exact, **options)
-    if shared is not None:
-        fully_shard(shared, mesh=mesh.data, mp_policy=mp_policy, **options)
+    for replicated in (shared, layer.latent_down, layer.latent_up):
+        if replicated is not None:
+            fully_shard(replicated, mesh=mesh.data, mp_policy=mp_policy, **options)
 
     copies, ranks = mesh.experts.size(), mesh.ep.num_ranks
 
@@ -202,5 +199,7 @@ def shard_layer(
 
     def divide(gradients: Tensor) -> None:
         gradients.div_(ranks)  # FSDP has made the mean over the column; the sum over the row came by itself
+        if gradients.is_cuda:  # not the stream they were made on, and FSDP drops them before what it casts is cast
+            gradients.record_stream(torch.cuda.current_stream(gradients.device))
 
     layer.set_all_reduce_hook(divide)
