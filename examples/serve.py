@@ -5,7 +5,7 @@
     curl localhost:8000/v1/completions --json '{"model": "tiny", "prompt": "Once upon", "max_tokens": 8}'
 
 Needs `pip install "epmoe[serve]"`. Rank 0 speaks HTTP and says who does what; each rank generates for its own share of
-the requests, which come and go between steps, and all share the experts. Decoding runs without CUDA graphs. How it
+the requests, which come and go between steps, and all share the experts. On GPUs decoding replays CUDA graphs. How it
 works, and its limits: docs/serving.md; the parts: examples/serving/.
 """
 
@@ -40,6 +40,7 @@ from model import join_ranks
 from epmoe import EPGroup
 from epmoe.dispatch import DISPATCHERS
 from epmoe.integrations.transformers import from_pretrained, parallelize
+from epmoe.integrations.transformers.decode import Decoder
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -120,7 +121,8 @@ def serve(
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait for a place; then 429.")] = 256,
     grace: Annotated[float, typer.Option(min=0, help="Seconds for running requests to finish when stopped.")] = 10.0,
     dtype: Annotated[str, typer.Option(help="With --path: auto, bfloat16, float16 or float32.")] = "auto",
-    dispatcher: Annotated[str, typer.Option(help="As of MoEConfig.")] = "auto",
+    dispatcher: Annotated[str, typer.Option(help="As of MoEConfig; auto: one for prompts, one to decode.")] = "auto",
+    graphs: Annotated[bool, typer.Option(help="Decode in CUDA graphs, where that can be.")] = True,
     seed: Annotated[int, typer.Option(help="Of the tiny model's weights.")] = 0,
 ) -> None:
     """Serve completions."""
@@ -136,19 +138,25 @@ def serve(
     if path is not None:
         options["dtype"] = DTYPES.get(dtype)
     model = load_model(path, ep, device, seed, **options)
-    worker, control = Worker(model, 0 if ep is None else ep.rank, max_batch), Control(ep)
+    text = model.config.get_text_config()
+    max_length = min(max_length, text.max_position_embeddings)
+    rank = 0 if ep is None else ep.rank
+    decoder = Decoder(model, max_batch, max_length, dispatcher=dispatcher)
+    why = decoder.capture(progress=rank == 0) if graphs else "--no-graphs"
+    how = f"in {len(decoder.shapes)} CUDA graphs" if why is None else f"without CUDA graphs: {why}"
+    print(f"rank {rank} decodes {how}; keys and values take {decoder.cache.nbytes / 2**30:.2f} GiB", flush=True)
+    worker, control = Worker(decoder, rank, max_batch), Control(ep)
     signals = Signals()
 
     if listening is None:
         run(worker, control, None, lambda: signals.came)
     else:
-        text = model.config.get_text_config()
         end = model.generation_config.eos_token_id
         served = Served(
             name or ("tiny" if path is None else path.resolve().name),
             load_tokenizer(path, text.vocab_size),
             text.vocab_size,
-            min(max_length, text.max_position_embeddings),
+            max_length,
             frozenset(end if isinstance(end, list) else [] if end is None else [end]),
         )
         scheduler = Scheduler(control.ranks, max_batch, max_waiting, grace)

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,11 +24,13 @@ from epmoe.bench import routed_mlp as mlps
 from epmoe.bench.dispatch_combine import DispatchCombineCase, measure_dispatch_combine
 from epmoe.bench.grouped_gemm import GroupedGemmCase, measure_grouped_gemm
 from epmoe.bench.layer import LayerCase, measure_layer
+from epmoe.bench.model import ModelCase, measure_model
 from epmoe.bench.overlap import OverlapCase, measure_overlap
+from epmoe.bench.quantized import SCHEMES, SHAPES, TOKENS, QuantizedCase, measure_quantized
 from epmoe.bench.records import RESULTS, Record
 from epmoe.bench.routed_mlp import RoutedMLPCase, measure_routed_mlp
 from epmoe.bench.session import Measure, Settings, run_bench
-from epmoe.bench.table import all_tables, rendered, tables
+from epmoe.bench.table import all_tables, devices_named, rendered, tables
 from epmoe.testing import RankFailed, RanksTimedOut
 
 bench_app = typer.Typer(help="Measure, beside a floor and a peer of the same run.", no_args_is_help=True)
@@ -35,10 +38,11 @@ bench_app = typer.Typer(help="Measure, beside a floor and a peer of the same run
 Shapes = Annotated[str, typer.Option(help="Names from epmoe/bench/shapes.py.")]
 TokensPerRank = Annotated[str, typer.Option(help="Tokens per rank.")]
 Ranks = Annotated[int, typer.Option(min=1, help="Processes, one GPU each.")]
+RankCounts = Annotated[str, typer.Option(help="Processes, one GPU each; of several numbers one run after another.")]
 Modes = Annotated[str, typer.Option(help="infer (forward) or train (forward and backward).")]
-Dispatchers = Annotated[str, typer.Option(help="auto, all_to_all or all_gather.")]
+Dispatchers = Annotated[str, typer.Option(help="auto, or a name from epmoe/dispatch, such as symmetric.")]
 ExpertsNames = Annotated[str, typer.Option(help="grouped, torch_grouped, reference or auto.")]
-Routings = Annotated[str, typer.Option(help="uniform or zipf:EXPONENT.")]
+Routings = Annotated[str, typer.Option(help="uniform, zipf:EXPONENT or one_hot.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of the records; default: epmoe/bench/results, none for CPU.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Few repetitions: to see that it works.")]
 Device = Annotated[str, typer.Option(help="auto, cuda or cpu.")]
@@ -47,13 +51,15 @@ Compilers = Annotated[int, typer.Option(min=0, help="Processes that compile kern
 
 TIMEOUT = 540.0
 COMPILERS = min(12, os.cpu_count() or 1)
+QUANTIZED_SHAPES, QUANTIZED_SCHEMES = ",".join(SHAPES), ",".join(SCHEMES)
+QUANTIZED_TOKENS = ",".join(map(str, TOKENS))
 
 
 @bench_app.command("layer")
 def layer(
     shape: Shapes = "qwen3-30b",
     tokens: TokensPerRank = "8192",
-    ranks: Ranks = 2,
+    ranks: RankCounts = "2",
     mode: Modes = "infer,train",
     dispatcher: Dispatchers = "all_to_all",
     experts: ExpertsNames = "grouped",
@@ -68,13 +74,13 @@ def layer(
         LayerCase,
         shape=_values(shape),
         dispatcher=_values(dispatcher),
-        ranks=[ranks],
+        ranks=_numbers(ranks, "ranks"),
         tokens=_numbers(tokens),
         mode=_values(mode),
         experts=_values(experts),
         routing=_values(routing),
     )
-    _run(measure_layer, cases, ranks, out, quick, device, timeout)
+    _run(measure_layer, cases, None, out, quick, device, timeout)
 
 
 @bench_app.command("routed_mlp")
@@ -114,6 +120,27 @@ def routed_mlp(
                 eager=[eager],
             )
     _run(measure_routed_mlp, cases, 1, out, quick, device, timeout, compilers)
+
+
+@bench_app.command("quantized")
+def quantized(
+    shape: Shapes = QUANTIZED_SHAPES,
+    tokens: Annotated[str, typer.Option(help="Tokens: few decode, many prefill.")] = QUANTIZED_TOKENS,
+    scheme: Annotated[str, typer.Option(help="Of the weights, names from epmoe/quant/formats.py.")] = QUANTIZED_SCHEMES,
+    experts: Annotated[str, typer.Option(help="auto, grouped_fp8, grouped_int8, weight_only or reference.")] = "auto",
+    routing: Routings = "uniform",
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "auto",
+    timeout: Timeout = TIMEOUT,
+    compilers: Compilers = COMPILERS,
+) -> None:
+    """The experts of one GPU on weights of every scheme."""
+    fields = {"experts": _values(experts), "routing": _values(routing)}
+    cases = []
+    for one in _values(shape):  # cases of a shape share the experts drawn
+        cases += _cases(QuantizedCase, shape=[one], tokens=_numbers(tokens), scheme=_values(scheme), **fields)
+    _run(measure_quantized, cases, 1, out, quick, device, timeout, compilers)
 
 
 @bench_app.command("grouped_gemm")
@@ -156,11 +183,11 @@ def grouped_gemm(
 def dispatch_combine(
     shape: Shapes = "deepseek-v3",
     tokens: TokensPerRank = "8,128,1024,4096,8192",
-    ranks: Ranks = 2,
+    ranks: RankCounts = "2",
     dispatcher: Dispatchers = "all_to_all",
     routing: Routings = "uniform",
     profile: Annotated[str, typer.Option(help="auto, collective, latency or throughput.")] = "auto",
-    scheme: Annotated[str, typer.Option(help="bf16 or fp8_block: how rows are sent.")] = "bf16",
+    scheme: Annotated[str, typer.Option(help="How rows are sent: bf16, fp8_block, fp8_row, int8_row …")] = "bf16",
     out: Out = None,
     quick: Quick = False,
     device: Device = "auto",
@@ -173,11 +200,11 @@ def dispatch_combine(
         dispatcher=_values(dispatcher),
         profile=_values(profile),
         scheme=_values(scheme),
-        ranks=[ranks],
+        ranks=_numbers(ranks, "ranks"),
         tokens=_numbers(tokens),
         routing=_values(routing),
     )
-    _run(measure_dispatch_combine, cases, ranks, out, quick, device, timeout)
+    _run(measure_dispatch_combine, cases, None, out, quick, device, timeout)
 
 
 @bench_app.command("overlap")
@@ -185,11 +212,12 @@ def overlap(
     shape: Shapes = "qwen3-30b",
     shared: Annotated[str, typer.Option(help="Shared experts, of the routed ones' width each.")] = "0,2",
     tokens: TokensPerRank = "2048,4096,8192,16384",
-    ranks: Ranks = 2,
+    ranks: RankCounts = "2",
     mode: Modes = "infer,train",
     dispatcher: Dispatchers = "all_to_all",
     layers: Annotated[int, typer.Option(min=1, help="Blocks of a step.")] = 4,
     graph: Annotated[bool, typer.Option("--graph", help="Time CUDA graphs: infer, dispatchers that capture.")] = False,
+    routing: Routings = "uniform",
     traces: Annotated[Path | None, typer.Option(help="Folder for a timeline of each way to run a step.")] = None,
     out: Out = None,
     quick: Quick = False,
@@ -204,12 +232,45 @@ def overlap(
         tokens=_numbers(tokens),
         mode=_values(mode),
         dispatcher=_values(dispatcher),
-        ranks=[ranks],
+        ranks=_numbers(ranks, "ranks"),
         layers=[layers],
         graph=[graph],
+        routing=_values(routing),
     )
     measure = functools.partial(measure_overlap, traces=None if traces is None else traces.resolve())
-    _run(measure, cases, ranks, out, quick, device, timeout)
+    _run(measure, cases, None, out, quick, device, timeout)
+
+
+@bench_app.command("model")
+def model(
+    shape: Shapes = "qwen3-30b",
+    layers: Annotated[int, typer.Option(min=1, help="Of the model.")] = 4,
+    ranks: Ranks = 2,
+    mode: Annotated[str, typer.Option(help="train, decode or both.")] = "train,decode",
+    tokens: Annotated[str, typer.Option(help="Tokens per rank of a training step.")] = "4096",
+    rows: Annotated[str, typer.Option(help="Rows per rank of a decoding step.")] = "1,16,64",
+    context: Annotated[int, typer.Option(min=1, help="Tokens before each row's newest.")] = 511,
+    dispatcher: Dispatchers = "auto",
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "auto",
+    timeout: Timeout = TIMEOUT,
+) -> None:
+    """A transformers model, training and decoding, beside its own expert parallelism and grouped_mm."""
+    cases = []
+    for one in _values(mode):
+        counts, before = (_numbers(tokens), 0) if one == "train" else (_numbers(rows, "rows"), context)
+        cases += _cases(
+            ModelCase,
+            shape=_values(shape),
+            layers=[layers],
+            ranks=[ranks],
+            mode=[one],
+            tokens=counts,
+            context=[before],
+            dispatcher=_values(dispatcher),
+        )
+    _run(measure_model, cases, ranks, out, quick, device, timeout)
 
 
 @bench_app.command("table")
@@ -238,7 +299,7 @@ def table(
 def _run(
     measure: Measure,
     cases: Sequence[Any],
-    ranks: int,
+    ranks: int | None,
     out: Path | None,
     quick: bool,
     device: str,
@@ -246,23 +307,30 @@ def _run(
     compilers: int = 0,
     settings_of_bench: Mapping[str, Any] | None = None,
 ) -> None:
+    """All cases on as many ranks; None: each on as many as it says, the fewest first."""
     console = _console()
     cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     if out is None and cuda:
         out = RESULTS
     settings = Settings(*(2, 5) if quick else (5, 30), out=None if out is None else str(out.resolve()))
     settings = dataclasses.replace(settings, **(settings_of_bench or {}))
+    by_ranks: dict[int, list[Any]] = {}
+    for case in cases:
+        by_ranks.setdefault(ranks or case.ranks, []).append(case)
+    if cuda and (most := max(by_ranks)) > torch.cuda.device_count():
+        raise typer.BadParameter(f"ranks={most}: needs a GPU per rank, {torch.cuda.device_count()} are visible")
+    measured: list[Record] = []
+    until = time.monotonic() + timeout
     try:
-        measured: list[Record] = run_bench(
-            measure, cases, ranks, settings, device=device, timeout=timeout, compilers=compilers
-        )
+        for count, some in sorted(by_ranks.items()):
+            left = max(1.0, until - time.monotonic())
+            measured += run_bench(measure, some, count, settings, device=device, timeout=left, compilers=compilers)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except (RankFailed, RanksTimedOut) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
-    devices = f"{ranks} × {measured[0]['device']}"
-    for one in tables(measured, devices):
+    for one in tables(measured, devices_named(by_ranks, measured[0]["device"])):
         console.print(one.rich())
     console.print(f"recorded in {out}" if out is not None else "not recorded: give --out DIR to keep figures of a CPU")
 

@@ -13,14 +13,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from epmoe import EPGroup
-from serving.batch import Batch, Sampler, Sampling, serve_other_ranks
+from epmoe.integrations.transformers.decode import Decoder
+from serving.batch import Batch, Sampler, Sampling
 
 NO_TOKEN = -1
 
@@ -85,13 +86,13 @@ class Worker:
     """This rank's part of each step.
 
     Args:
-        model: parallelized over the ranks.
+        decoder: of the model that is parallelized over the ranks, with a row for each slot.
         slots: requests at a time on one rank.
     """
 
-    def __init__(self, model: Any, rank: int, slots: int) -> None:
-        self.model, self.rank, self.slots = model, rank, slots
-        self.batch = Batch(model)
+    def __init__(self, decoder: Decoder, rank: int, slots: int) -> None:
+        self.decoder, self.rank, self.slots = decoder, rank, slots
+        self.batch = Batch(decoder)
         self._samplers: dict[int, Sampler] = {}
         self._newest: dict[int, int] = {}
 
@@ -100,17 +101,14 @@ class Worker:
         self.batch.leave(plan.leave.get(self.rank, []))
         tokens = [NO_TOKEN] * self.slots
         if plan.decode:
-            if self.batch.slots:
-                logits = self.batch.step([self._newest[slot] for slot in self.batch.slots])
-                self._choose(logits, self.batch.slots, tokens)
-            else:
-                serve_other_ranks(self.model)
+            logits = self.batch.step([self._newest[slot] for slot in self.batch.slots])
+            self._choose(logits, self.batch.slots, tokens)
         if plan.start:
             if (start := plan.start.get(self.rank)) is not None:
                 self._samplers[start.slot] = Sampler(start.sampling)
                 self._choose(self.batch.start(start.slot, start.prompt), [start.slot], tokens)
             else:
-                serve_other_ranks(self.model)
+                self.decoder.no_prompt()
         return tokens
 
     def _choose(self, logits: Tensor, slots: list[int], tokens: list[int]) -> None:

@@ -1,55 +1,41 @@
-"""examples/serve.py as a user starts it: one server on two ranks, one alone, and clients of both."""
+"""examples/serve.py: one server on two ranks, one alone, and clients of both."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
 import importlib
+import io
 import json
 import os
 import re
 import signal
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 pytest.importorskip("transformers", minversion="5.17")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
+from epmoe import EPGroup  # noqa: E402
+from epmoe.testing import run_ranks  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[2]
 HEADERS = {"Content-Type": "application/json"}
 
 
-class Server:
-    """A running server, and what its processes have written."""
+class Client:
+    """Asks a server on this host, at `port`."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        deadline = time.monotonic() + 120
-        while not (found := re.search(r"serving .* on http://127.0.0.1:(\d+), .* process (\d+)", self.output)):
-            assert process.poll() is None and time.monotonic() < deadline, self.output
-            time.sleep(0.05)
-        self.port, self.rank0 = int(found[1]), int(found[2])
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        self.lines.extend(iter(self.process.stdout.readline, ""))
-
-    @property
-    def output(self) -> str:
-        return "".join(self.lines)
+    port: int
 
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
@@ -84,49 +70,68 @@ class Server:
     def health(self) -> dict[str, Any]:
         return self.ask("GET", "/health")[1]
 
-    def family(self) -> set[int]:
-        """All processes of this server that live (Linux)."""
-        parents = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # it has just ended
-                parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        found, new = set(), {self.process.pid}
-        while new:
-            found |= new
-            new = {pid for pid, parent in parents.items() if parent in new}
-        return found
-
-    def ends(self) -> int:
-        """Its exit code."""
-        code = self.process.wait(timeout=90)
-        self._reader.join(timeout=10)
-        return code
-
-
-@contextlib.contextmanager
-def running(ranks: int, *args: str) -> Iterator[Server]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-        "OMP_NUM_THREADS": "1",
-        "COLUMNS": "200",
-    }
-    command = [sys.executable, *(launcher if ranks > 1 else []), str(ROOT / "examples" / "serve.py")]
-    process = subprocess.Popen(
-        [*command, "--port", "0", *args], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        yield Server(process)
-    finally:
-        if process.poll() is None:
-            process.terminate()  # torchrun ends its ranks
+    def wait(self, alive: Callable[[], bool]) -> None:
+        """Until it answers."""
+        while True:
             try:
-                process.wait(timeout=40)
-            except subprocess.TimeoutExpired:
-                process.kill()
+                self.health()
+                return
+            except OSError:
+                assert alive(), "the server has ended"
+                time.sleep(0.02)
+
+
+def serve_on_a_rank(rank: int, ranks: int, folder: Path, settings: dict[str, Any]) -> str:
+    """serve.py's command in this rank, which writes down its process and the port; what it has printed."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    serving = importlib.import_module("serve")
+    (folder / f"process-{rank}").write_text(str(os.getpid()))
+    listen = serving.listen
+
+    def listening(host: str, port: int) -> Any:
+        socket = listen(host, port)
+        (folder / "port.part").write_text(str(socket.getsockname()[1]))
+        (folder / "port.part").rename(folder / "port")
+        return socket
+
+    if ranks > 1:  # run_ranks has joined them
+        serving.join_ranks = lambda: (EPGroup(timeout=60), torch.device("cpu"))
+    serving.listen = listening
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        serving.serve(tiny=True, port=0, **settings)
+    return printed.getvalue()
+
+
+class Server(Client):
+    """A server on ranks, started without torchrun, whose own start would be the longest part of a test."""
+
+    def __init__(self, ranks: int, folder: Path, **settings: Any) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self.folder, arguments = folder, {"args": (folder, settings), "timeout": 150}
+        self._ranks = self._pool.submit(run_ranks, serve_on_a_rank, ranks, **arguments)
+        while not (folder / "port").exists():
+            if self._ranks.done():
+                self._ranks.result()
+            time.sleep(0.02)
+        self.port = int((folder / "port").read_text())
+        self.wait(lambda: not self._ranks.done())
+
+    def signal(self, rank: int, number: int) -> None:
+        os.kill(int((self.folder / f"process-{rank}").read_text()), number)
+
+    def printed(self) -> list[str]:
+        """By every rank, once all have ended well."""
+        return self._ranks.result()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if not self._ranks.done():
+            with contextlib.suppress(ProcessLookupError):
+                self.signal(0, signal.SIGTERM)
+        self._pool.shutdown()
 
 
 @pytest.fixture
@@ -141,14 +146,13 @@ def alone(model: Any, prompt: list[int], new: int) -> list[int]:
     return model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False)[0, len(prompt) :].tolist()
 
 
-def refused(server: Server, status: int, says: str, body: Any, path: str = "/v1/completions") -> None:
+def refused(server: Client, status: int, says: str, body: Any, path: str = "/v1/completions") -> None:
     got, answer = server.ask("POST", path, body)
     assert got == status and re.search(says, answer["error"]["message"]), (got, answer)
 
 
-@pytest.mark.timeout(400)
-def test_two_ranks_answer_as_the_untouched_model_would_each_request_alone(tiny_model, seed):
-    with running(2, "--tiny", "--seed", str(seed % 1000), "--max-batch", "3", "--grace", "120") as server:
+def test_two_ranks_answer_as_the_untouched_model_would_each_request_alone(tiny_model, seed, tmp_path):
+    with Server(2, tmp_path, seed=seed % 1000, max_batch=3, grace=120.0) as server:
         # One request at a time: the other rank has none, and serves it with its experts. Each has its turn.
         for n in (1, 2):
             assert server.complete([7 * n], 6)["token_ids"] == alone(tiny_model, [7 * n], 6)
@@ -191,9 +195,8 @@ def test_two_ranks_answer_as_the_untouched_model_would_each_request_alone(tiny_m
         # Under load.
         url = f"http://127.0.0.1:{server.port}"
         load = ["--url", url, "--requests", "10", "--concurrency", "8", "--max-tokens", "7"]
-        command = [sys.executable, str(ROOT / "examples" / "load_test.py"), *load]
-        loaded = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert loaded.returncode == 0 and "10 of 10 requests, 8 at a time, 70 tokens" in loaded.stdout, loaded
+        loaded = CliRunner().invoke(importlib.import_module("load_test").app, load)
+        assert loaded.exit_code == 0 and "10 of 10 requests, 8 at a time, 70 tokens" in loaded.stdout, loaded
         assert re.search(r"[\d.]+ tokens/s.*first token +p50.*p95.*latency +p50.*p95", loaded.stdout, re.S)
 
         # What can't be served says why, and harms nobody.
@@ -226,33 +229,71 @@ def test_two_ranks_answer_as_the_untouched_model_would_each_request_alone(tiny_m
             time.sleep(0.05)
 
         # Told to stop, on whichever rank, it lets what runs finish and takes nothing new; all processes end, and well.
-        processes = server.family()
-        if sys.platform == "linux":
-            assert len(processes) == 3 and server.rank0 in processes
-        events_ = server.stream([1, 2, 3], 400)
+        events_ = server.stream([1, 2, 3], 150)
         next(events_)
-        os.kill(max(processes - {server.process.pid, server.rank0}, default=server.rank0), signal.SIGTERM)
+        server.signal(1, signal.SIGTERM)
         while server.health()["status"] != "stopping":
             time.sleep(0.02)
         refused(server, 503, "stopping", good)
         *_, last, done = events_
         assert last["choices"][0]["finish_reason"] == "length" and done == {"done": True}
-        assert server.ends() == 0, server.output
-        assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
-        assert "Traceback" not in server.output and "stopped after" in server.output
+        first, second = server.printed()
+        assert f"serving 'tiny' on http://127.0.0.1:{server.port}, 2 ranks on cpu" in first and "stopped after" in first
+        for rank, text in enumerate((first, second)):
+            assert f"rank {rank} decodes without CUDA graphs: the model is on cpu" in text
 
 
-@pytest.mark.timeout(300)
+class Here(Client):
+    """A server in this process, whose main thread serves while `use` asks from another."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.serving = importlib.import_module("serve")
+        listen = self.serving.listen
+
+        def listening(host: str, port: int) -> Any:
+            socket = listen(host, port)
+            self.port = socket.getsockname()[1]
+            return socket
+
+        monkeypatch.setattr(self.serving, "listen", listening)
+
+    def run(self, use: Callable[[Here], None], **settings: Any) -> str:
+        """Serves until a signal comes; what it has written."""
+        written = io.StringIO()
+
+        def client() -> None:
+            try:
+                while not hasattr(self, "port"):
+                    time.sleep(0.01)
+                self.wait(lambda: True)
+                use(self)
+            except BaseException:
+                os.kill(os.getpid(), signal.SIGINT)
+                raise
+
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            with contextlib.redirect_stdout(written), ThreadPoolExecutor(1) as pool:
+                used = pool.submit(client)
+                self.serving.serve(**settings)
+                used.result()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        return written.getvalue()
+
+
+@pytest.mark.timeout(120)
 def test_a_checkpoint_on_one_rank_ends_at_its_end_tokens_refuses_what_has_no_room_and_stops_on_ctrl_c(
-    tiny_model, seed, tmp_path
+    tiny_model, seed, tmp_path, monkeypatch
 ):
     prompt = [5, 6, seed % 256]
     expected = alone(tiny_model, prompt, 12)
     tiny_model.generation_config.eos_token_id = [expected[7]]
     expected = alone(tiny_model, prompt, 12)
     tiny_model.save_pretrained(tmp_path / "tiny")
-    room = ["--max-batch", "1", "--max-waiting", "1", "--grace", "0"]
-    with running(1, "--path", str(tmp_path / "tiny"), *room) as server:
+
+    def use(server: Here) -> None:
         answer = server.complete(prompt, 12)
         assert answer["token_ids"] == expected and answer["finish_reason"] == "stop"
         assert answer["text"] == bytes(expected[:-1]).decode(errors="replace")
@@ -263,10 +304,13 @@ def test_a_checkpoint_on_one_rank_ends_at_its_end_tokens_refuses_what_has_no_roo
             while not server.health()["waiting"]:
                 time.sleep(0.02)
             refused(server, 429, "1 requests wait already", {"model": "tiny", "prompt": "c"})
-            os.kill(server.rank0, signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
             status, answer = waits.result()
             assert status == 503 and "stopping" in answer["error"]["message"]
         *_, last = runs
         assert "stopping" in last["error"]["message"]
-        assert server.ends() == 0, server.output
-        assert "Traceback" not in server.output
+
+    settings = {"max_batch": 1, "max_waiting": 1, "grace": 0.0}
+    written = Here(monkeypatch).run(use, path=tmp_path / "tiny", port=0, **settings)
+    assert "rank 0 decodes without CUDA graphs: the model is on cpu" in written
+    assert f"process {os.getpid()}" in written and "stopped after 1 requests" in written

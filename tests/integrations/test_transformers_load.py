@@ -123,6 +123,44 @@ def test_the_loaded_model_is_the_one_that_transformers_loads(seed, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), plain.buffers(), strict=True))
 
 
+def test_bars_are_shown_unless_they_are_not_wanted(seed, tmp_path, capfd):
+    path = saved("OLMoE", seed, tmp_path)
+    from_pretrained(path)
+    shown = capfd.readouterr().err
+    assert "reading experts" in shown and "12/12" in shown  # 6 experts in each of two layers
+    from_pretrained(path, progress=False)
+    assert capfd.readouterr().err == ""
+
+
+def peak(rank: int, ranks: int, directory: str, small: str) -> tuple[int, int, int]:
+    """Host memory in bytes: the most that loading took beyond what was there, this rank's experts, and the rest."""
+    ep = EPGroup(device="cpu", timeout=50)
+    from_pretrained(small, ep)  # what is imported and allocated once
+
+    def resident(which: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(which))
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    before = resident("VmRSS")
+    model = from_pretrained(directory, ep)
+    taken = resident("VmHWM") - before
+    own = sum(p.nbytes for layer in routed_experts(model).values() for p in layer.parameters())
+    return taken, own, sum(p.nbytes for p in model.parameters()) - own
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak of resident memory")
+def test_no_rank_ever_holds_much_more_than_its_own_share(seed, tmp_path):
+    small = saved("Qwen3-MoE", seed, tmp_path / "small")
+    config = tiny_model("Qwen3-MoE", seed).config
+    config.update({"hidden_size": 256, "moe_intermediate_size": 512, "num_experts": 32, "num_hidden_layers": 4})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "large")
+    for taken, own, rest in run_ranks(peak, 4, args=(str(tmp_path / "large"), str(small)), timeout=90):
+        assert own == 3 * 8 * 3 * 256 * 512 * 4  # a quarter of three layers' experts
+        # mapped pages of the files that were read count beside what was made of them
+        assert own < taken < 2.3 * (own + rest) + (8 << 20) < 4 * own, (taken, own, rest)
+
+
 def test_dtype_config_and_class_can_be_chosen(seed, tmp_path):
     path = saved("DeepSeek-V3", seed, tmp_path)
     config = AutoConfig.from_pretrained(path)

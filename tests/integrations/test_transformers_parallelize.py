@@ -25,7 +25,7 @@ from epmoe.integrations.transformers import (  # noqa: E402
 from epmoe.integrations.transformers.layouts import to_theirs  # noqa: E402
 from epmoe.quant.config import QuantConfig  # noqa: E402
 from epmoe.testing import run_ranks  # noqa: E402
-from tests.integrations.transformers_families import TINY, batch, tiny_model  # noqa: E402
+from tests.integrations.transformers_families import RECENT, TINY, batch, tiny_model  # noqa: E402
 
 FAMILIES = [preset.family for preset in PRESETS]
 HOW: dict[int, dict[str, Any]] = {
@@ -33,6 +33,8 @@ HOW: dict[int, dict[str, Any]] = {
     2: {"dispatcher": "all_to_all", "placement": "strided"},
     4: {"dispatcher": "all_gather"},
 }
+# What families differ in doesn't depend on how many ranks there are, nor does the number of ranks on the family.
+ON: dict[int, list[str]] = {1: FAMILIES, 2: FAMILIES, 4: FAMILIES[::3]}
 NEW_TOKENS = (6, 3, 5, 4)  # of each rank: they finish at different times
 GREEDY = {"do_sample": False, "output_router_logits": False}  # transformers 5.17 fails on them while it decodes
 
@@ -61,11 +63,17 @@ def own_gradients(model: nn.Module) -> dict[str, tuple[list[int] | None, Tensor 
     return found
 
 
+def auxiliary(out: Any) -> list[Tensor]:
+    """The auxiliary loss and every layer's router logits, of models that have them."""
+    loss, logits = getattr(out, "aux_loss", None), getattr(out, "router_logits", None) or ()
+    return [] if loss is None else [loss.detach(), *(each.detach() for each in logits)]
+
+
 def exercise(rank: int, ranks: int, seed: int, directory: str) -> dict[str, dict[str, Any]]:
     """What this rank's model gives, by family; leaves the saved models in `directory`."""
     ep = EPGroup(device="cpu", timeout=50) if ranks > 1 else None
     results = {}
-    for family in FAMILIES:
+    for family in ON[ranks]:
         model = tiny_model(family, seed)
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         returned = parallelize(model, ep, **HOW[ranks])
@@ -78,6 +86,7 @@ def exercise(rank: int, ranks: int, seed: int, directory: str) -> dict[str, dict
         results[family] = {
             "logits": out.logits.detach(),
             "loss": out.loss.detach(),
+            "aux": auxiliary(out),
             "gradients": own_gradients(model),
             "tokens": model.generate(prompt(rank, seed), max_new_tokens=NEW_TOKENS[rank], **GREEDY),
             "owned": [(layer.config.num_experts, layer.local_experts) for layer in layers],
@@ -98,6 +107,7 @@ def untouched(family: str, rank: int, seed: int) -> dict[str, Any]:
     return {
         "logits": out.logits.detach(),
         "loss": out.loss.detach(),
+        "aux": auxiliary(out),
         "gradients": {name: parameter.grad for name, parameter in model.named_parameters()},
         "tokens": model.generate(prompt(rank, seed), max_new_tokens=NEW_TOKENS[rank], **GREEDY),
     }
@@ -109,6 +119,9 @@ def differences(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
         for what in ("logits", "loss"):
             if not close(mine[what], right[what]):
                 yield f"{what} of rank {rank}"
+        same = len(mine["aux"]) == len(right["aux"])
+        if not same or not all(map(close, mine["aux"], right["aux"])):
+            yield f"auxiliary loss or router logits of rank {rank}"
         if not torch.equal(mine["tokens"], right["tokens"]):
             yield f"generated tokens of rank {rank}"
         if mine["rows"] != [{len(ids)} for _, ids in mine["owned"]]:
@@ -153,8 +166,23 @@ def wrongly_saved(family: str, path: Path, seed: int) -> Iterator[str]:
         yield "logits of the saved model"  # not to the bit: memory elsewhere may mean another kernel
 
 
-def test_every_preset_has_a_tiny_model():
+def test_every_preset_has_a_tiny_model_in_which_every_number_matters(seed):
     assert list(TINY) == FAMILIES
+    corrected, biased = set(), set()
+    for family in FAMILIES:
+        model = tiny_model(family, seed)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if isinstance(tensor, nn.Parameter) or "correction_bias" in name:
+                assert (tensor != 0).all() and tensor.flatten().unique().numel() > 1, f"{family}: {name}"
+            corrected |= {family} if "correction_bias" in name else set()
+            biased |= {family} if "experts" in name and "bias" in name else set()
+        x = batch(0, seed)
+        auxiliary_of = auxiliary(model(x, labels=x, use_cache=False))
+        shown = next(preset for preset in PRESETS if preset.family == family).aux_loss
+        assert bool(auxiliary_of) == (shown and (RECENT or family != "Granite-MoE")), family
+        assert not auxiliary_of or (auxiliary_of[0] > 0 and len(auxiliary_of) > 1), family
+    assert corrected == {"DeepSeek-V3", "GLM-4 MoE", "GLM-4 MoE Lite", "MiniMax-M2", "ERNIE 4.5 MoE"}
+    assert biased == {"gpt-oss"}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -163,7 +191,7 @@ def test_on_any_number_of_ranks_a_model_gives_what_it_gave_untouched(ranks, seed
     args = (seed, str(tmp_path))
     results = [exercise(0, 1, *args)] if ranks == 1 else run_ranks(exercise, ranks, args=args, timeout=150)
     wrong = []
-    for family in FAMILIES:
+    for family in ON[ranks]:
         expected = [untouched(family, rank, seed) for rank in range(ranks)]
         wrong += [f"{family}: {what}" for what in differences([found[family] for found in results], expected)]
         wrong += [f"{family}: {what}" for what in wrongly_saved(family, tmp_path / family, seed)]

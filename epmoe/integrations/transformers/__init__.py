@@ -1,6 +1,7 @@
 """Models of `transformers` with their experts spread over ranks: `parallelize(model, ep)`, `from_pretrained(path, ep)`.
 
-Needs the extra: `pip install "epmoe[transformers]"`. Everything but the MoE experts stays the model's own.
+Needs the extra: `pip install "epmoe[transformers]"`. Everything but the MoE experts stays the model's own. Decoding in
+CUDA graphs is `decode.Decoder`, whose module imports `transformers`; what is here does so when it is called.
 """
 
 from epmoe.integrations.transformers.experts import RoutedExperts

@@ -8,7 +8,10 @@ token.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +21,16 @@ from epmoe.comm import EPGroup
 from epmoe.config import MoEConfig
 from epmoe.integrations.transformers.layouts import to_ours
 from epmoe.integrations.transformers.presets import Preset
+from epmoe.kernel import MoEKernel
 from epmoe.layer import MoELayer
+
+
+@dataclasses.dataclass(frozen=True)
+class Manner:
+    """Another way to reach the same experts: settings, and the kernels made for them."""
+
+    config: MoEConfig
+    kernels: dict[tuple[torch.device, torch.dtype], MoEKernel] = dataclasses.field(default_factory=dict)
 
 
 class RoutedExperts(MoELayer):
@@ -66,6 +78,7 @@ class RoutedExperts(MoELayer):
         dtype = tensors["gate_up_proj"].dtype
         super().__init__(config, ep, device="meta", dtype=dtype, router=_the_models_router, name=name)
         self.preset = preset
+        self._token_mask: Tensor | None = None
         self._skeleton = (_on_meta(original),)  # in a tuple: no submodule
         self.train(original.training)
         for our, tensor in tensors.items():
@@ -108,6 +121,22 @@ class RoutedExperts(MoELayer):
             skeleton.get_parameter(theirs).requires_grad_(self.get_parameter(our).requires_grad)
         return skeleton
 
+    def manner(self, dispatcher: str, max_tokens_per_rank: int) -> Manner:
+        """This layer's settings with another dispatcher, for `reached`; the same on all ranks."""
+        config = dataclasses.replace(self.config, dispatcher=dispatcher, max_tokens_per_rank=max_tokens_per_rank)
+        return Manner(config)
+
+    @contextlib.contextmanager
+    def reached(self, manner: Manner, token_mask: Tensor | None = None) -> Iterator[None]:
+        """The body calls these experts in `manner`, with tokens of which those whose `token_mask`, bool `[M]`, is False
+        are padding: they go to no expert."""
+        before = self.config, self._kernels, self._token_mask
+        self.config, self._kernels, self._token_mask = manner.config, manner.kernels, token_mask
+        try:
+            yield
+        finally:
+            self.config, self._kernels, self._token_mask = before
+
     def forward(  # type: ignore[override]  # the model calls it, with its own router's result
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
@@ -125,7 +154,7 @@ class RoutedExperts(MoELayer):
         x = hidden_states
         if not torch.is_autocast_enabled(x.device.type):
             x = x.to(self.dtype)
-        out = super().forward(x, routing=(top_k_index, top_k_weights))
+        out = super().forward(x, routing=(top_k_index, top_k_weights), token_mask=self._token_mask)
         assert isinstance(out, Tensor)
         return out.to(hidden_states.dtype)
 
