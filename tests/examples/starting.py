@@ -26,7 +26,7 @@ def start(script: str, ranks: int, *args: str, timeout: float = 150) -> subproce
     with tempfile.TemporaryDirectory() as folder:
         # The store that torchrun's agent would keep.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        code = 0
+        code, failure = 0, ""
         try:
             run_ranks(
                 _run,
@@ -35,12 +35,13 @@ def start(script: str, ranks: int, *args: str, timeout: float = 150) -> subproce
                 timeout=timeout,
                 env={"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"},
             )
-        except RankFailed:
-            code = 1
+        except RankFailed as error:
+            code, failure = 1, f"{error}\n"
         written = [
             "".join(path.read_text(errors="replace") for path in sorted(Path(folder).glob(f"{stream}-*")))
             for stream in ("stdout", "stderr")
         ]
+    written[1] += failure
     return subprocess.CompletedProcess([script, *args], code, *written)
 
 
@@ -51,6 +52,7 @@ def succeed(script: str, ranks: int, *args: str, timeout: float = 150) -> str:
 
 
 def _run(rank: int, ranks: int, argv: list[str], port: int, folder: Path) -> None:
+    dist.barrier()  # or a rank that is still connecting finds another one gone
     dist.destroy_process_group()  # the script makes its own
     for number, stream in ((1, "stdout"), (2, "stderr")):
         fd = os.open(folder / f"{stream}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
