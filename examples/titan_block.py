@@ -86,9 +86,11 @@ def train(
 
     x = torch.randn(2, tokens, D, generator=generator, device=device)
     if check:
-        error = off(block(x), whole(x))
-        print(f"rank {rank}: output differs from the untouched block's by {error:.1e}", flush=True)
-        if not error < 1e-2:  # the experts compute in bf16
+        error = torch.tensor(off(block(x), whole(x)), device=device)
+        print(f"rank {rank}: output differs from the untouched block's by {float(error):.1e}", flush=True)
+        if ranks > 1:
+            dist.all_reduce(error, dist.ReduceOp.MAX)  # all ranks end, or none
+        if not float(error) < 1e-2:  # the experts compute in bf16
             sys.exit("the block gives something else")
     optimizer, losses = torch.optim.AdamW(block.parameters(), lr=1e-2), []
     for step in range(steps):

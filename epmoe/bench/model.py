@@ -124,9 +124,12 @@ def measure_model(case: ModelCase, session: Session) -> Record:
     steps: dict[str, Step] = {}
     failed: dict[str, str] = {}
     for name in ("epmoe", *PEERS[case.mode]):
-        # in two parts: where one rank can't make the model, the others must not wait for it in the model's forward
-        arranged, why = _together(functools.partial(_arranged, name, case, session), session)
-        made = None
+        # in parts: where one rank can't make the model, the others must not wait for it in what all do together
+        model, why = _together(functools.partial(make_model, case, session.device), session)
+        arranged = made = None
+        if model is not None:
+            arranged, why = _together(functools.partial(_arranged, name, model, case, session), session)
+        del model
         if arranged is not None:
             begin = _training if case.mode == "train" else _decoding
             made, why = _together(functools.partial(begin, name, arranged, case, session), session)
@@ -171,10 +174,9 @@ class Step:
     no_graph: str = ""
 
 
-def _arranged(name: str, case: ModelCase, session: Session) -> Any:
+def _arranged(name: str, model: Any, case: ModelCase, session: Session) -> Any:
     """The model with its experts spread over the ranks as `name` says."""
     ranks, device = case.ranks, session.device
-    model = make_model(case, device)
     if name == "grouped_mm":
         return model
     if name == "epmoe":

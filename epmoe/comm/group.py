@@ -92,6 +92,8 @@ class EPGroup:
         if device is None:
             device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in self.backend else "cpu"
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:  # groups of one device have to know each other
+            self.device = torch.device("cuda", torch.cuda.current_device())
         if self.device.type == "cuda" and self.backend == "gloo":
             raise ValueError(f"device={str(self.device)!r} with a gloo group: use backend='nccl', or device='cpu'")
         if self.device.type == "cpu" and self.backend == "nccl":
@@ -128,6 +130,12 @@ class EPGroup:
         if known is not None and known.process_group is process_group and known.timeout == timeout:
             return known
         return cls(process_group, timeout=timeout)
+
+    def check(self) -> None:
+        """Raises `PeerError` if an operation over symmetric memory has failed by now, also one that a CUDA graph
+        replayed; does not wait for the device. Each launch asks by itself, a replay can't."""
+        for channel in self.channels:
+            channel.check()
 
     def shares_device(self) -> None:
         """Counts the groups with symmetric memory on this device, now that this one has some, for all of them."""

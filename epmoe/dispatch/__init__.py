@@ -75,7 +75,8 @@ def make_dispatcher(
 
     Raises:
         ValueError: an unknown name, `local` on several ranks, a placement for another number of ranks, a device that
-            the group does not serve, or ranks that differ in name, `max_tokens_per_rank` or `storable`.
+            the group does not serve; ranks of which each asks for one of those three, but not for the same one, or with
+            another `max_tokens_per_rank` or `storable`.
     """
     ranks, rank = (ep.num_ranks, ep.rank) if ep is not None else (1, 0)
     if ep is not None and ranks > 1 and name in ("auto", "symmetric", "hierarchical"):

@@ -38,17 +38,17 @@ class Flight(Generic[Arrived]):
 def late(start: Callable[[], Flight[Arrived]]) -> Flight[Arrived]:
     """A flight that starts when it is waited for, and keeps what it starts from no longer than that. One that could not
     start says so whenever it is waited for."""
-    starts, started, failed = [start], list[Flight[Arrived]](), list[BaseException]()
+    starts, started, failed = [start], list[Flight[Arrived]](), list[Exception]()
 
     def flight() -> Flight[Arrived]:
         if starts:
             try:
                 with torch.no_grad():
                     started.append(starts.pop()())
-            except BaseException as error:
+            except Exception as error:
                 failed.append(error)
         if failed:
-            raise failed[0]
+            raise failed[0].with_traceback(None)  # whose frames hold the rows
         return started[0]
 
     return Flight(lambda: flight().arrive(), lambda: flight()._finish())

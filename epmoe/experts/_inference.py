@@ -97,7 +97,7 @@ class InferencePath:
         p = rows.topk_weights
         on_input = p.contiguous().view(n) if self.spec.weight_on_input and p is not None else None
         x = rows.x.reshape(n, width)
-        scale = None if rows.x_scale is None else rows.x_scale.reshape(n, -1)
+        scale = None if rows.x_scale is None else rows.x_scale.reshape(n, rows.x_scale.shape[2])
         return self._mlp(x, scale, weights, segments, capacity, on_input, space).view(num_local, capacity, width)
 
     def _refuse_gradients(self, rows: ExpertInput | BatchedInput, weights: ExpertWeights) -> None:

@@ -373,7 +373,7 @@ def give_back_rows(
     terms = 0 if slot is None else slot.shape[1]
     words = H * rows.itemsize // 4
     config = give_back_config(
-        rows.device, capacity, channel.ep.num_ranks, words, terms, sms, profile, channel.ep.at_once
+        rows.device, capacity, channel.ep.num_ranks, words, terms, sms, profile, channel.ep.at_once, ids.shape[1]
     )
     gradient = _give_back_triton(
         channel, rows, came, ids, owner, capacity, slot, slot_weights, gradients, out, code, config, experts_per_rank,

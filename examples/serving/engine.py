@@ -113,6 +113,7 @@ class Worker:
 
     def _choose(self, logits: Tensor, slots: list[int], tokens: list[int]) -> None:
         likeliest = logits.argmax(-1).tolist()  # one wait for the device, not one per row
+        self.decoder.check()  # before a wrong token leaves
         for row, slot in enumerate(slots):
             sampler = self._samplers[slot]
             tokens[slot] = self._newest[slot] = likeliest[row] if sampler.greedy else sampler(logits[row])

@@ -49,10 +49,10 @@ def test_training_and_decoding_are_measured_beside_all_peers(tmp_path: Path) -> 
 def with_peers_that_fail(rank: int, ranks: int) -> Any:
     arranged = bench._arranged
 
-    def some(name: str, case: Any, session: Any) -> Any:
+    def some(name: str, model: Any, case: Any, session: Any) -> Any:
         if name == "transformers_all_to_all" and rank == 1:
             raise NotImplementedError("not on this rank\nand more")
-        model = arranged(name, case, session)
+        model = arranged(name, model, case, session)
         if name == "grouped_mm":
             with torch.no_grad():
                 model.lm_head.weight[:, :8] *= -1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ pytest.importorskip("transformers", minversion="5.17")
 sys.path.insert(0, str(Path(__file__).parent))
 from transformers_families import TINY, tiny_model  # noqa: E402
 
-from epmoe import EPGroup  # noqa: E402
+from epmoe import EPGroup, PeerError  # noqa: E402
+from epmoe.dispatch.overflow import Overflow  # noqa: E402
 from epmoe.integrations.transformers import RoutedExperts, parallelize  # noqa: E402
 from epmoe.integrations.transformers.decode import Decoder  # noqa: E402
 from epmoe.kernel import MoEKernel  # noqa: E402
@@ -263,3 +265,19 @@ def test_captured_steps_on_two_gpus_give_what_eager_ones_give_whoever_has_rows(s
     for why, worst, (names, refused) in run_ranks(captured_on_ranks, 2, args=(seed,), backend="nccl", timeout=170):
         assert why is None and worst < 2e-2 and names == {"symmetric"}
         assert "dispatcher='all_to_all' counts rows on the host" in refused
+
+
+def test_a_step_says_what_an_earlier_one_found_wrong_though_a_graph_asks_nobody(seed: int) -> None:
+    decoder = Decoder(parallelize(tiny_model("Mixtral", seed).eval()), 2, 24, **SIZES)
+    decoder.fill(0, [3, 4])
+    decoder.step([5], [2])
+    late: Any = SimpleNamespace(check=lambda: (_ for _ in ()).throw(PeerError("rank 1 has not delivered")))
+    kernel = decoder.kernels[0]
+    kernel.dispatcher.ep = late
+    with pytest.raises(PeerError, match="rank 1 has not delivered"):
+        decoder.step([5], [3])
+    kernel.dispatcher.ep = None
+    kernel.overflow = Overflow("raise", 1, "layer '0'")
+    kernel.overflow._counts = kernel.overflow._seen = torch.tensor([0, 2])  # as a replay leaves it
+    with pytest.raises(RuntimeError, match="expert_capacity=1"):
+        decoder.step([5], [3])

@@ -296,6 +296,18 @@ def test_batched_experts_multiply_the_bytes_that_arrived(
     assert ((results[0] - results[1]).double().norm(dim=1) <= 4e-3 * results[0].double().norm(dim=1)).all()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_row", "int8_row"])
+def test_no_rows_are_fine_in_either_layout(scheme: str, layout: str, seed: int) -> None:
+    spec = ExpertsSpec(Activation(), H, I, torch.bfloat16, torch.device("cpu"), scheme=scheme)
+    experts = select_experts(spec, KINDS[scheme], layout).experts
+    moves = make_dispatcher("local", None, ExpertPlacement.contiguous(E, 1), "cpu")
+    kernel = MoEKernel(moves, experts, layout=layout, dispatch_scheme=scheme)
+    x, ids, p = (t[:0] for t in batch_of(0, seed))
+    with torch.no_grad():
+        assert kernel(x, ids, p, quantized_weights(scheme, seed, list(range(E)))).routed.shape == (0, H)
+
+
 def test_a_gradient_through_batched_quantized_rows_is_refused_and_not_cut(seed: int) -> None:
     spec = ExpertsSpec(Activation(), H, I, torch.bfloat16, torch.device("cpu"), scheme="fp8_block")
     moves = make_dispatcher("local", None, ExpertPlacement.contiguous(E, 1), "cpu")

@@ -138,7 +138,8 @@ class Decoder:
     @torch.inference_mode()
     def step(self, tokens: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """Takes the newest token of rows 0 to n - 1 in, which have `lengths` tokens so far; logits `[n, V]` of the next
-        ones, valid until the next step. A rank without rows gives none of either."""
+        ones, valid until the next step. A rank without rows gives none of either. Raises as `check`."""
+        self.check()
         shape, n = self.shape_for(lengths), len(tokens)
         if n:
             rest = [0] * (self._now.shape[1] - n)
@@ -149,6 +150,20 @@ class Decoder:
         else:
             logits = self._run(shape)
         return logits[:n]
+
+    def check(self) -> None:
+        """Raises what a step has found by now that went wrong, a replayed one too; does not wait for the device.
+
+        Raises:
+            PeerError: a rank did not take part within the group's deadline.
+            RuntimeError: rows found no place under `overflow="raise"`.
+        """
+        groups = {id(kernel.dispatcher.ep): kernel.dispatcher.ep for kernel in self.kernels}
+        for group in groups.values():
+            if group is not None:
+                group.check()
+        for kernel in self.kernels:
+            kernel.overflow.poll()
 
     def move(self, source: int, to: int, length: int) -> None:
         """A row's first `length` keys and values to another row, which is free then to be filled."""
