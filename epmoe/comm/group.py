@@ -92,12 +92,12 @@ class EPGroup:
         if device is None:
             device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in self.backend else "cpu"
         self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:  # groups of one device have to know each other
-            self.device = torch.device("cuda", torch.cuda.current_device())
         if self.device.type == "cuda" and self.backend == "gloo":
             raise ValueError(f"device={str(self.device)!r} with a gloo group: use backend='nccl', or device='cpu'")
         if self.device.type == "cpu" and self.backend == "nccl":
             raise ValueError("device='cpu' with an NCCL group: use backend='gloo' (or 'cpu:gloo,cuda:nccl')")
+        if self.device.type == "cuda" and self.device.index is None:  # groups of one device have to know each other
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self._all_to_all_options = dist.distributed_c10d.AllToAllOptions()
         self._all_to_all_options.asyncOp = True
         self._workspaces: dict[int, Workspace] = {}
