@@ -16,12 +16,11 @@ from torch import Tensor
 from epmoe.ops._configs import expected_rows
 from epmoe.ops._narrow_configs import narrow_plan
 from epmoe.ops._narrow_triton import narrow_gemm_kernel
-from epmoe.ops._segments import check_segments, segment_slices
+from epmoe.ops._segments import RowMap, check_segments, segment_slices
 from epmoe.ops._triton import TensorDescriptor, check_flat, on_device_of, op, unit_stride, use_triton
-from epmoe.ops.activation import apply_activation, is_gated
+from epmoe.ops.activation import Epilogue, apply_activation, is_gated
 from epmoe.ops.narrow_formats import narrow_format, widen
 
-LINEAR = "none"  # the activation of a plain narrow_grouped_gemm
 ROW_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -32,26 +31,19 @@ def _launch(
     zero: Tensor | None,
     outer: Tensor | None,
     bias: Tensor | None,
-    row_start: Tensor,
-    row_end: Tensor,
-    row_index: Tensor | None,
-    index_divisor: int,
-    row_scale: Tensor | None,
+    rows: RowMap,
     out: Tensor,
     scheme: str,
     expected_m: int | None,
-    activation: str = LINEAR,
-    alpha: float = 1.0,
-    limit: float = float("inf"),
+    epilogue: Epilogue,
 ) -> None:
     num_local, max_rows = w.shape[0], out.shape[0]
     if out.numel() == 0 or num_local == 0 or a.shape[0] == 0:
         return
-    gated = activation != LINEAR and is_gated(activation, alpha, limit)
     expected = expected_rows(max_rows, num_local, expected_m)
     plan = narrow_plan(
         a.device, a.dtype, scheme, num_local, w.shape[1], a.shape[1], w.data_ptr() % 16 == 0, max_rows, expected,
-        expected_m, gated,
+        expected_m, epilogue.gated,
     )  # fmt: skip
     weights: Any = w if plan.descriptor is None else TensorDescriptor(w, *plan.descriptor)
     with on_device_of(a):
@@ -62,16 +54,16 @@ def _launch(
             zero,
             outer,
             bias,
-            row_start,
-            row_end,
-            row_index,
-            row_scale,
+            rows.row_start,
+            rows.row_end,
+            rows.row_index,
+            rows.row_scale,
             out,
-            alpha,
-            limit,
+            epilogue.alpha,
+            epilogue.limit,
             a.stride(0),
-            DIVISOR=index_divisor,
-            ACTIVATION=activation,
+            DIVISOR=rows.divisor,
+            ACTIVATION=epilogue.activation,
             **plan.constants,
         )
 
@@ -160,7 +152,7 @@ def narrow_grouped_gemm(
     if not use_triton(a):
         return narrow_grouped_gemm_reference(a, *narrow, bias, *rows, max_rows, scheme)
     out = a.new_empty(max_rows, w.shape[1])
-    _launch(a, *narrow, bias, *rows, None, out, scheme, expected_m)
+    _launch(a, *narrow, bias, RowMap(*rows), out, scheme, expected_m, Epilogue())
     return out
 
 
@@ -186,9 +178,9 @@ def narrow_grouped_gemm_reference(
 ) -> Tensor:
     """The torch twin of `narrow_grouped_gemm`, one matmul per expert in `precise`, as which float64 comes out."""
     out = a.new_empty(max_rows, w.shape[1], dtype=precise if precise == torch.float64 else a.dtype)
+    rows = RowMap(row_start, row_end, row_index, index_divisor)
     for e, own in segment_slices(row_start, row_end):
-        rows = own if row_index is None else row_index[own].long() // index_divisor
-        y = _multiply(a, w, w_scale, w_zero, w_outer, e, rows, scheme, precise)
+        y = _multiply(a, w, w_scale, w_zero, w_outer, e, rows.at(own), scheme, precise)
         out[own] = (y if bias is None else y + bias[e].to(precise)).to(out.dtype)
     return out
 
@@ -254,7 +246,7 @@ def narrow_grouped_gemm_act(
     if not use_triton(x):
         return narrow_grouped_gemm_act_reference(x, *narrow, bias1, *rows, max_rows, row_scale, *act, scheme)
     out = x.new_empty(max_rows, w1.shape[1] // (2 if gated else 1))
-    _launch(x, *narrow, bias1, *rows, row_scale, out, scheme, expected_m, *act)
+    _launch(x, *narrow, bias1, RowMap(*rows, row_scale), out, scheme, expected_m, Epilogue(*act))
     return out
 
 
@@ -288,11 +280,11 @@ def narrow_grouped_gemm_act_reference(
     """The torch twin of `narrow_grouped_gemm_act`, one matmul per expert in `precise`, as which float64 comes out."""
     width = w1.shape[1] // (2 if is_gated(activation, alpha, limit) else 1)
     out = x.new_empty(max_rows, width, dtype=precise if precise == torch.float64 else x.dtype)
+    rows = RowMap(row_start, row_end, row_index, index_divisor, row_scale)
     for e, own in segment_slices(row_start, row_end):
-        rows = own if row_index is None else row_index[own].long() // index_divisor
-        y = _multiply(x, w1, w1_scale, w1_zero, w1_outer, e, rows, scheme, precise)
-        if row_scale is not None:
-            y = y * row_scale[own if row_index is None else row_index[own].long()].to(precise)[:, None]
+        y = _multiply(x, w1, w1_scale, w1_zero, w1_outer, e, rows.at(own), scheme, precise)
+        if (scales := rows.scales(own)) is not None:
+            y = y * scales.to(precise)
         y = y if bias1 is None else y + bias1[e].to(precise)
         out[own] = apply_activation(y, activation, alpha, limit).to(out.dtype)
     return out

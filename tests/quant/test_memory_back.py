@@ -12,12 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from epmoe import EPGroup, ExpertWeights
 from epmoe.comm.memory import BLOCK
-from epmoe.comm.workspace import Workspace
 from epmoe.dispatch.base import Traffic
 from epmoe.testing import run_ranks
 from tests.dispatch.test_quantized_training import CAP, H, K, batch_of, kernel_of
 from tests.test_kernel import local_kernel
-from tests.test_memory import gpu_kernel
+from tests.test_memory import planned_and_measured
 
 NAMES = ("all_gather", "all_to_all", "all_to_all_fixed", "hierarchical")
 
@@ -116,36 +115,17 @@ def test_one_process_plans_the_rounding_of_its_rows(seed: int) -> None:
 # ---- against the allocator
 
 
-def planned_and_measured(rank: int, ranks: int, dispatcher: str) -> tuple[int, int]:
-    tokens, scheme = 4096, "fp8_block"
-    kernel, args = gpu_kernel(rank, ranks, dispatcher, "grouped", "standard", tokens, combine_scheme=scheme)
-    with torch.no_grad():
-        handle = kernel(*args).layout  # compiles
-        traffic = None
-        if dispatcher == "all_to_all":
-            traffic = Traffic(handle.send_index.shape[0], handle.num_rows, handle.max_assignments)
-        kernel.workspace = Workspace(torch.device("cuda"))
-        del handle
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        plan = kernel.memory_plan(tokens, args[1].shape[1], traffic=traffic)
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        out = kernel(*args)
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
-        del out
-    return plan.peak, peak
+BACK = ("grouped", "standard", True, {"combine_scheme": "fp8_block"})
 
 
 @pytest.mark.gpu2
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "all_to_all_fixed"])
 def test_the_predicted_peak_is_the_allocators_where_rows_go_back_quantized(dispatcher: str) -> None:
-    for plan, peak in run_ranks(planned_and_measured, 2, args=(dispatcher,), backend="nccl", timeout=120):
+    for plan, peak in run_ranks(planned_and_measured, 2, args=(dispatcher, *BACK), backend="nccl", timeout=120):
         assert abs(plan - peak) <= 0.04 * peak, (plan, peak)
 
 
 @pytest.mark.gpu
 def test_the_predicted_peak_is_the_allocators_on_one_gpu_too() -> None:
-    ((plan, peak),) = run_ranks(planned_and_measured, 1, args=("local",), backend="nccl", timeout=120)
+    ((plan, peak),) = run_ranks(planned_and_measured, 1, args=("local", *BACK), backend="nccl", timeout=120)
     assert abs(plan - peak) <= 0.04 * peak, (plan, peak)
