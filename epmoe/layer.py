@@ -373,7 +373,9 @@ class MoELayer(WithLora, WithQuantizedExperts):
             y = out.routed if self.latent_up is None else self.latent_up(out.routed)
             if out.shared is not None:
                 y = y + out.shared
-        y = y.to(x.dtype).reshape(x.shape)
+        y = y.to(x.dtype)
+        if y.shape != x.shape:  # no view: hooks on an output, as FSDP2 sets them, are lost where a view is written to
+            y = torch.ops.aten._unsafe_view(y, x.shape)
         return (y, chosen) if return_routing else y
 
     def _logits(self, tokens: Tensor, mask: Tensor | None, return_routing: bool, given: bool) -> Tensor:

@@ -56,6 +56,16 @@ def test_shape_and_dtype_of_x_are_kept() -> None:
         assert y.shape == shape and y.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("shape", [(3, 16), (2, 3, 16)], ids=str)
+def test_nothing_that_is_returned_is_a_view(shape: tuple[int, ...]) -> None:
+    """FSDP2 sets a hook on each output that has a gradient, and a view loses its hooks when it is written to."""
+    for options in ({}, {"num_shared_experts": 1}, {"latent_size": 8}):
+        y, routing = MoELayer(MoEConfig(**SMALL, **options))(torch.randn(shape), return_routing=True)
+        tensors = [y, *(t for t in vars(routing).values() if isinstance(t, torch.Tensor))]
+        assert sum(t.requires_grad for t in tensors) >= 2
+        assert not [t for t in tensors if t.requires_grad and t._base is not None]
+
+
 def test_rows_that_do_not_lie_dense_are_taken() -> None:
     layer = MoELayer(MoEConfig(**SMALL))
     x = torch.randn(16, 7).t()

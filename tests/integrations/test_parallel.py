@@ -233,9 +233,17 @@ def test_float64_steps_of_every_stack_are_those_of_one_process(seed):
     check(FLOAT64, seed, RANKS, tolerance=1e-9, of_parameters=1e-7)
 
 
-def test_fifty_float32_steps_are_those_of_one_process(seed):
-    options = {"steps": 50, "dtype": torch.float32, "max_norm": 0.3, "reshard": False}
-    cases = {stack: Case(stack=stack, **options) for stack in ("fsdp", "ddp")}
+FIFTY = {stack: Case(steps=50, max_norm=0.3, reshard=False, stack=stack) for stack in ("fsdp", "ddp")}
+
+
+def test_fifty_steps_are_those_of_one_process(seed):
+    check(FIFTY, seed, RANKS, tolerance=1e-9, of_parameters=1e-7)
+
+
+def test_float32_steps_are_those_of_one_process(seed):
+    # AdamW divides a small gradient by its own size: what rounding does to it would be seen as it is nowhere else
+    float32 = {"steps": 3, "dtype": torch.float32, "optimizer": "sgd"}
+    cases = {stack: case._replace(**float32) for stack, case in FIFTY.items()}
     # a choice of experts that rounding could turn makes another run of it: seeds are drawn until all are clear
     clear = next(s for s in itertools.count(seed) if alone(cases["ddp"], s).margin > 1e-4)
     check(cases, clear, RANKS, tolerance=1e-5, of_parameters=1e-4)
