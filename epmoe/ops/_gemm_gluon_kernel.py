@@ -30,9 +30,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from epmoe.ops._launch import quick_jit
 from epmoe.ops.activation import activate_and_slopes
 
-jit: Any = gluon.jit
+jit: Any = quick_jit(gluon.jit)
 
 
 @jit
@@ -368,7 +369,7 @@ def _consume(
         e = _word(message, words, 0)
 
 
-@gluon.jit(
+@jit(
     do_not_specialize=["divisor", "x_chunks", "L", "width", "depth", "panel_n"],
     do_not_specialize_on_alignment=["row_start", "row_end"],
 )

@@ -19,6 +19,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from epmoe.ops._launch import quick_jit
+
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
@@ -29,7 +31,7 @@ try:
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    jit = triton.jit
+    jit = quick_jit(triton.jit)
     HAVE_TRITON = True
     # Triton decides when a function is decorated: its own library functions show what it saw when it was imported.
     INTERPRET: bool = not isinstance(tl.sigmoid, triton.runtime.jit.JITFunction)
