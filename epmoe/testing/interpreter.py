@@ -1,12 +1,13 @@
 """Triton's interpreter without the work it throws away: more than half the time of a kernel that runs on CPU.
 
-Nothing that a kernel computes changes. Whoever runs many kernels with `TRITON_INTERPRET=1` calls
-`quicken_interpreter()` once; ranks of `run_ranks` have it done.
+A kernel computes what it did, except that a row of a product has the same bits wherever it lies in its tile. Whoever
+runs many kernels with `TRITON_INTERPRET=1` calls `quicken_interpreter()` once; ranks of `run_ranks` have it done.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from types import FunctionType
 from typing import Any
@@ -20,12 +21,16 @@ def quicken_interpreter() -> None:
     - Sums and products of integers are computed again in int64 for an overflow check whose verdict is read only under
       `debug`, which the interpreter never sets; here they aren't.
     - The table from Triton's dtypes to numpy's is made anew at each use; here its answers are kept.
+    - Products are numpy's, whose sums depend on a row's place in the tile, as no GPU's do; here they are float64's,
+      which round to the same float32 everywhere.
     """
     from triton.runtime import interpreter
 
-    def takes(name: str, *parameters: str) -> bool:
-        found = getattr(interpreter, name, None)
+    def takes_in(place: Any, name: str, *parameters: str) -> bool:
+        found = getattr(place, name, None)
         return isinstance(found, FunctionType) and tuple(inspect.signature(found).parameters) == parameters
+
+    takes = functools.partial(takes_in, interpreter)
 
     core = interpreter.tl.core
     if takes("_patch_builtin", "pkg", "builder", "scope") and takes(
@@ -36,6 +41,10 @@ def quicken_interpreter() -> None:
         interpreter._patch_lang = _PatchedOnce(interpreter._patch_lang, (interpreter.tl, core))
     if takes("_get_np_dtype", "tt_dtype"):
         interpreter._get_np_dtype = _DtypesOnce(interpreter._get_np_dtype)
+
+    builder = interpreter.InterpreterBuilder
+    if takes_in(builder, "create_dot", "self", "a", "b", "d", "input_precision", "max_num_imprecise_acc"):
+        builder.create_dot = _rows_alike(builder.create_dot, interpreter.TensorHandle)
 
     options: Any = getattr(interpreter.interpreter_builder, "options", None)
     if getattr(options, "debug", None) is False and hasattr(options, "sanitize_overflow"):
@@ -108,3 +117,18 @@ class _DtypesOnce:
         if found is None:
             found = self.known[dtype.name] = self.numpy_dtype(dtype)
         return found
+
+
+def _rows_alike(create_dot: Any, handle: Any) -> Any:
+    """The interpreter's `create_dot`, with products of floats summed in float64."""
+    import numpy
+
+    def in_float64(self: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:
+        x, y, z = a.data, b.data, d.data
+        if not (x.dtype.kind == y.dtype.kind == "f" and z.dtype == numpy.float32):
+            return create_dot(self, a, b, d, *how)
+        with numpy.errstate(over="ignore", invalid="ignore"):  # infinities and NaN go through kernels on purpose
+            wide = numpy.matmul(x.astype(numpy.float64), y.astype(numpy.float64))
+            return handle(wide.astype(numpy.float32) + z, d.dtype.scalar)
+
+    return in_float64

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import triton
@@ -38,11 +40,16 @@ def launch(fail: bool = False) -> None:
 def test_this_triton_is_quickened_and_only_once():
     from triton.runtime import interpreter
 
-    replaced = interpreter._patch_builtin, interpreter._patch_lang, interpreter._get_np_dtype
-    assert [type(one) for one in replaced] == [_NamesOnce, _PatchedOnce, _DtypesOnce]
+    def ours() -> tuple[Any, ...]:
+        dot = interpreter.InterpreterBuilder.create_dot
+        return interpreter._patch_builtin, interpreter._patch_lang, interpreter._get_np_dtype, dot
+
+    replaced = ours()
+    assert [type(one) for one in replaced[:3]] == [_NamesOnce, _PatchedOnce, _DtypesOnce]
+    assert replaced[3].__name__ == "in_float64"
     assert not interpreter.interpreter_builder.options.sanitize_overflow
     quicken_interpreter()
-    assert replaced == (interpreter._patch_builtin, interpreter._patch_lang, interpreter._get_np_dtype)
+    assert replaced == ours()
 
 
 def test_device_functions_of_ones_own_and_of_triton_are_interpreted_in_any_launch():
@@ -60,3 +67,20 @@ def test_a_launch_that_fails_spoils_no_later_one():
             launch(fail=True)
         assert tl.load is before
         launch()
+
+
+@triton.jit
+def _product_kernel(a, b, out, M: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
+    i, k, j = tl.arange(0, M), tl.arange(0, K), tl.arange(0, N)
+    product = tl.dot(tl.load(a + i[:, None] * K + k[None, :]), tl.load(b + k[:, None] * N + j[None, :]))
+    tl.store(out + i[:, None] * N + j[None, :], product)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_row_of_a_product_has_the_same_bits_at_each_place(dtype, seed):
+    g = torch.Generator().manual_seed(seed)
+    b = torch.randn(32, 16, generator=g).to(dtype)
+    row, out = torch.randn(1, 32, generator=g).to(dtype), torch.empty(16, 16)
+    _product_kernel[(1,)](row.expand(16, -1).contiguous(), b, out, M=16, K=32, N=16)
+    assert torch.equal(out, out[:1].expand(16, -1))
+    torch.testing.assert_close(out[:1].double(), row.double() @ b.double(), rtol=1e-5, atol=1e-5)
