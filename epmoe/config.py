@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
+from epmoe.checks import check_bool, check_int, check_kind, check_name, is_number, require
+from epmoe.placement import ExpertPlacement
 from epmoe.quant.config import QuantConfig
+from epmoe.quant.rows import ROW_SCHEMES
 
 Scoring = Literal["softmax", "topk_softmax", "sigmoid", "sqrt_softplus"]
 GroupScore = Literal["max", "top2_sum"]
@@ -31,18 +34,8 @@ _ACTIVATIONS: dict[str, tuple[bool, float, float]] = {  # name: (gated, default 
     "relu2": (False, 1.0, math.inf),
 }
 ACTIVATIONS = tuple(_ACTIVATIONS)
+SHARED_EXPERTS_ORDERS = ("auto", "before", "during", "after")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-def _require(ok: bool, field: str, value: object, right: str) -> None:
-    if not ok:
-        raise ValueError(f"{field}={value!r}: must be {right}")
-
-
-def _positive_int(owner: str, field: str, value: object) -> None:
-    _require(
-        isinstance(value, int) and not isinstance(value, bool) and value > 0, f"{owner}.{field}", value, "an int > 0"
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,17 +59,18 @@ class Activation:
     limit: float = math.inf
 
     def __post_init__(self) -> None:
-        _require(self.name in _ACTIVATIONS, "activation", self.name, "one of " + ", ".join(ACTIVATIONS))
-        _require(self.limit > 0, "activation_limit", self.limit, "> 0")
-        _require(math.isfinite(self.alpha), "activation_alpha", self.alpha, "a finite float")
+        check_name("activation", self.name, ACTIVATIONS)
+        require(is_number(self.limit) and self.limit > 0, "activation_limit", self.limit, "a number > 0")
+        require(is_number(self.alpha) and math.isfinite(self.alpha), "activation_alpha", self.alpha, "a finite number")
         if self.name not in ("swiglu_oai", "swiglu_clamped"):
-            _require(self.alpha == 1.0, "activation_alpha", self.alpha, f"left unset: {self.name!r} does not read it")
-            _require(self.limit == math.inf, "activation_limit", self.limit, f"left unset: {self.name!r} has no clamp")
+            require(self.alpha == 1.0, "activation_alpha", self.alpha, f"left unset: {self.name!r} does not read it")
+            require(self.limit == math.inf, "activation_limit", self.limit, f"left unset: {self.name!r} has no clamp")
 
     @classmethod
     def named(cls, name: str, alpha: float | None = None, limit: float | None = None) -> Activation:
         """The activation `name` with its published defaults, overridden where `alpha` or `limit` is given."""
-        _, default_alpha, default_limit = _ACTIVATIONS.get(name, (True, 1.0, math.inf))
+        check_name("activation", name, ACTIVATIONS)
+        _, default_alpha, default_limit = _ACTIVATIONS[name]
         return cls(name, default_alpha if alpha is None else alpha, default_limit if limit is None else limit)
 
     @property
@@ -115,25 +109,27 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         scorings = ("softmax", "topk_softmax", "sigmoid", "sqrt_softplus")
-        _require(self.scoring in scorings, "RouterConfig.scoring", self.scoring, "one of " + ", ".join(scorings))
-        _require(
+        check_name("RouterConfig.scoring", self.scoring, scorings)
+        for field in ("renormalize", "selection_bias", "bias"):
+            check_bool(f"RouterConfig.{field}", getattr(self, field))
+        require(
             self.group_score in ("max", "top2_sum"), "RouterConfig.group_score", self.group_score, "max or top2_sum"
         )
-        _positive_int("RouterConfig", "num_groups", self.num_groups)
-        _positive_int("RouterConfig", "topk_groups", self.topk_groups)
-        _require(
+        check_int("RouterConfig.num_groups", self.num_groups)
+        check_int("RouterConfig.topk_groups", self.topk_groups)
+        require(
             self.topk_groups <= self.num_groups,
             "RouterConfig.topk_groups",
             self.topk_groups,
             f"at most num_groups={self.num_groups}",
         )
-        _require(
-            math.isfinite(self.scaling_factor) and self.scaling_factor != 0,
+        require(
+            is_number(self.scaling_factor) and math.isfinite(self.scaling_factor) and self.scaling_factor != 0,
             "RouterConfig.scaling_factor",
             self.scaling_factor,
-            "finite and not 0",
+            "a number, finite and not 0",
         )
-        _require(
+        require(
             self.dtype in (torch.float32, torch.float64),
             "RouterConfig.dtype",
             self.dtype,
@@ -160,9 +156,12 @@ class MoEConfig:
         shared_expert_gate: multiply each shared expert's output by sigmoid(x · w), w `[H]`.
         latent_size: latent MoE: routed experts work on `latent_proj(x)` of this width and their sum is projected back;
             router and shared experts keep the full x.
-        placement: `contiguous`, `strided`, or one tuple of expert ids per rank.
+        placement: `contiguous`, `strided`, or one tuple of expert ids per rank, as `ExpertPlacement.ranks` has them; an
+            `ExpertPlacement` becomes its `ranks`.
         dispatcher: `auto`, `local`, `all_gather`, `all_to_all`, `all_to_all_fixed`, `hierarchical` or `symmetric`.
-        experts: `auto`, `reference`, `torch_grouped`, `grouped` or `batched`, or `monolithic`.
+        experts: `auto`, `reference`, `torch_grouped`, `grouped`, `batched` or `monolithic`, or, to train with products
+            in fp8, `grouped_fp8_train`. With quantized weights it stays `auto`, and `QuantConfig.experts` says:
+            `grouped_fp8`, `grouped_int8`, `weight_only` or `reference`. `epmoe doctor --capabilities` tells them apart.
         max_tokens_per_rank: the most tokens any rank brings to one call, the same on all ranks. `all_to_all_fixed` and
             `symmetric` reserve room for it and need it; `auto` may take `symmetric` where it is set.
         dispatch_scheme: quantize rows before they are sent (`fp8_block`, `fp8_row`, `int8_row`, ...): short for
@@ -196,7 +195,7 @@ class MoEConfig:
     shared_intermediate_size: int | None = None
     shared_expert_gate: bool = False
     latent_size: int | None = None
-    placement: str | tuple[tuple[int, ...], ...] = "contiguous"
+    placement: str | tuple[tuple[int, ...], ...] | ExpertPlacement = "contiguous"
     dispatcher: str = "auto"
     experts: str = "auto"
     max_tokens_per_rank: int | None = None
@@ -213,7 +212,7 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for field in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
-            _positive_int("MoEConfig", field, getattr(self, field))
+            check_int(f"MoEConfig.{field}", getattr(self, field))
         for field in (
             "shared_intermediate_size",
             "latent_size",
@@ -222,49 +221,104 @@ class MoEConfig:
             "chunk_tokens",
             "comm_sms",
         ):
-            if getattr(self, field) is not None:
-                _positive_int("MoEConfig", field, getattr(self, field))
-        _require(
+            check_int(f"MoEConfig.{field}", getattr(self, field), or_none=True)
+        for field in (
+            "router_weight_on_input",
+            "expert_bias",
+            "shared_expert_gate",
+            "main_grad",
+            "batch_invariant",
+            "validate",
+        ):
+            check_bool(f"MoEConfig.{field}", getattr(self, field))
+        check_kind(
+            "MoEConfig.router", self.router, RouterConfig, "a RouterConfig, such as RouterConfig(scoring='softmax')"
+        )
+        check_kind(
+            "MoEConfig.quant", self.quant, (QuantConfig, type(None)), "a QuantConfig, such as QuantConfig('fp8_block')"
+        )
+        require(
             self.top_k <= self.num_experts, "MoEConfig.top_k", self.top_k, f"at most num_experts={self.num_experts}"
         )
-        _require(
-            isinstance(self.num_shared_experts, int) and self.num_shared_experts >= 0,
-            "MoEConfig.num_shared_experts",
-            self.num_shared_experts,
-            "an int >= 0",
-        )
+        check_int("MoEConfig.num_shared_experts", self.num_shared_experts, 0)
         if self.num_shared_experts == 0:
             for field, unset in (("shared_expert_gate", False), ("shared_intermediate_size", None)):
                 value = getattr(self, field)
-                _require(value == unset, f"MoEConfig.{field}", value, "left unset, since num_shared_experts=0")
-        _require(
+                require(value == unset, f"MoEConfig.{field}", value, "left unset, since num_shared_experts=0")
+        self._check_names()
+        require(
             self.quant is None or self.dispatch_scheme in (None, self.quant.rows),
             "MoEConfig.dispatch_scheme",
             self.dispatch_scheme,
             "left unset, since MoEConfig.quant says how rows are sent",
         )
         groups = self.router.num_groups
-        _require(
+        require(
             self.num_experts % groups == 0,
             "MoEConfig.router.num_groups",
             groups,
             f"a divisor of num_experts={self.num_experts}",
         )
         selectable = self.num_experts // groups * self.router.topk_groups
-        _require(
+        require(
             self.top_k <= selectable,
             "MoEConfig.top_k",
             self.top_k,
             f"at most {selectable}, the experts left in topk_groups={self.router.topk_groups} of {groups} groups",
         )
-        if isinstance(self.placement, str):
-            _require(
-                self.placement in ("contiguous", "strided"),
-                "MoEConfig.placement",
-                self.placement,
-                "contiguous, strided, or one tuple of expert ids per rank",
-            )
+        self._check_placement()
         self.activation_function  # noqa: B018  (checks the three activation fields)
+
+    def _check_names(self) -> None:
+        from epmoe.capabilities import KINDS  # made of modules that need this one
+        from epmoe.dispatch import DISPATCHERS
+        from epmoe.dispatch.overflow import OverflowPolicy
+        from epmoe.experts import EXPERTS, TRAINING_EXPERTS
+
+        check_name("MoEConfig.dispatcher", self.dispatcher, ("auto", *DISPATCHERS))
+        check_name("MoEConfig.dispatch_scheme", self.dispatch_scheme, ROW_SCHEMES, none="rows as they are")
+        check_name("MoEConfig.overflow", self.overflow, get_args(OverflowPolicy))
+        check_name("MoEConfig.shared_experts_order", self.shared_experts_order, SHARED_EXPERTS_ORDERS)
+        kinds, wanted = ("auto", *EXPERTS, *TRAINING_EXPERTS), self.experts
+        if isinstance(wanted, str) and wanted in KINDS and wanted not in kinds:
+            schemes = [scheme for scheme in KINDS[wanted].schemes if scheme is not None]
+            raise ValueError(
+                f"MoEConfig.experts={wanted!r}: these compute with quantized weights; set "
+                f"quant=QuantConfig({schemes[0]!r}), or another of their schemes ({', '.join(schemes)}), and leave "
+                "experts unset"
+            )
+        check_name("MoEConfig.experts", wanted, kinds)
+        if self.quant is None or self.quant.weights is None:
+            return
+        require(
+            wanted == "auto",
+            "MoEConfig.experts",
+            wanted,
+            f"left unset with weights in {self.quant.weights}: QuantConfig.experts names the kind"
+            + (", and expert_capacity gives batched rows" if wanted == "batched" else ""),
+        )
+        require(
+            self.expert_bias or not self.main_grad,
+            "MoEConfig.main_grad",
+            self.main_grad,
+            f"left unset with weights in {self.quant.weights}, which have no gradients to add",
+        )
+
+    def _check_placement(self) -> None:
+        placement, right = (
+            self.placement,
+            "contiguous, strided, an ExpertPlacement, or one tuple of expert ids per rank",
+        )
+        if isinstance(placement, str):
+            require(placement in ("contiguous", "strided"), "MoEConfig.placement", placement, right)
+            return
+        if isinstance(placement, ExpertPlacement):
+            placement = placement.ranks
+        lists = isinstance(placement, (tuple, list)) and all(isinstance(ids, (tuple, list, range)) for ids in placement)
+        require(lists, "MoEConfig.placement", placement, right)
+        ranks = tuple(tuple(ids) for ids in placement)
+        ExpertPlacement(self.num_experts, ranks)  # refuses what is no placement of these experts
+        object.__setattr__(self, "placement", ranks)  # lists are what files have
 
     @property
     def activation_function(self) -> Activation:
@@ -280,12 +334,6 @@ class MoEConfig:
     def row_scheme(self) -> str | None:
         """The scheme that rows are sent in."""
         return self.dispatch_scheme if self.quant is None else self.quant.rows
-
-    def rows_are_storable(self, dtype: torch.dtype) -> bool:
-        """Whether `auto` may store rows of `dtype` to peers one-sidedly; see `make_dispatcher`."""
-        back = self.quant is not None and (self.quant.combine is not None or self.quant.gradients is not None)
-        itemsize = dtype.itemsize if self.row_scheme is None else 1
-        return not back and dtype != torch.float64 and self.expert_hidden_size * itemsize % 16 == 0
 
     @property
     def expert_hidden_size(self) -> int:

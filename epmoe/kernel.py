@@ -19,15 +19,16 @@ import torch
 from torch import Tensor
 
 from epmoe.capabilities import refusal, scheme_refusal
+from epmoe.checks import check_bool, check_int, check_kind, check_name, said
 from epmoe.comm.memory import MemoryPlan
 from epmoe.comm.recording import computing, recording
 from epmoe.comm.workspace import Workspace
-from epmoe.config import RouterConfig
+from epmoe.config import SHARED_EXPERTS_ORDERS, RouterConfig
 from epmoe.dispatch.base import Dispatcher, ExpertInput, Layout, Pending, Traffic
 from epmoe.dispatch.batched import batch
 from epmoe.dispatch.overflow import Overflow
 from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
-from epmoe.dispatch.wire import row_bytes
+from epmoe.dispatch.wire import RowSpec
 from epmoe.experts.base import Experts
 from epmoe.experts.gradient_sums import sum_gradients
 from epmoe.experts.lora import validate_adapters
@@ -35,10 +36,10 @@ from epmoe.experts.spec import ExpertWeights
 from epmoe.memory import plan_forward
 from epmoe.overlap.launch import OnItsWay
 from epmoe.overlap.microbatch import current_microbatch
-from epmoe.quant.rows import QuantizedRows, scales_per_row
+from epmoe.overlap.splitting import current_splitting
+from epmoe.quant.rows import ROW_SCHEMES, QuantizedRows
 from epmoe.router import route, saturated_ids, validate_routing
 
-SHARED_EXPERTS_ORDERS = ("auto", "before", "during", "after")
 MIN_TOKENS_BESIDE = 1024  # for fewer, shared experts end before another stream has begun
 
 
@@ -64,8 +65,11 @@ class MoEKernel:
             experts quantize, if they do.
         combine_scheme: quantize the experts' rows on their way back; see `Dispatcher.combine_async`.
         grad_scheme: quantize the gradients of rows on their way, in both directions.
+        quantized_before: rows come to each call in `dispatch_scheme` already, as those of a fixed scale do; then
+            `memory_plan` counts them.
         expert_capacity: C of the batched layout, places per expert on this rank; None: room for every row.
-        overflow: what happens past the capacity: `raise`, `chunk` or `drop`; see `Overflow`.
+        overflow: what happens past the capacity: `raise`, `chunk` or `drop`; see `Overflow`. `raise` is found by the
+            next call, and in CUDA graphs of your own, whose replays are no calls, by `kernel.overflow.poll()`.
         chunk_tokens: compute at most this many received rows at a time, for less memory; None: all at once. Outputs
             of our kernels are the same to the bit (but for decoding batches of up to 64 pairs, whose sums may be split
             where all are at once). In training the parts' weight gradients are added in float32 and rounded once (in
@@ -97,6 +101,7 @@ class MoEKernel:
         dispatch_scheme: str | None = None,
         combine_scheme: str | None = None,
         grad_scheme: str | None = None,
+        quantized_before: bool = False,
         expert_capacity: int | None = None,
         overflow: str = "raise",
         chunk_tokens: int | None = None,
@@ -105,10 +110,11 @@ class MoEKernel:
         workspace: Workspace | None = None,
         validate: bool | None = None,
     ) -> None:
+        check_kind("dispatcher", dispatcher, Dispatcher, "a Dispatcher, as make_dispatcher(...) gives it")
+        right = "Experts, as select_experts(spec).experts are"
+        check_kind("experts", experts, Experts, right, "a Selection has them" if hasattr(experts, "candidates") else "")
         layout = layout or experts.layouts[0]
         if (reason := refusal(dispatcher, experts, layout)) is not None:
-            raise ValueError(reason)
-        if (reason := dispatcher.row_refusal(experts.spec.hidden_size, experts.spec.dtype)) is not None:
             raise ValueError(reason)
         if expert_capacity is not None and layout != "batched":
             raise ValueError(
@@ -116,24 +122,28 @@ class MoEKernel:
                 "or leave it unset"
             )
         schemes = {"dispatch_scheme": dispatch_scheme, "combine_scheme": combine_scheme, "grad_scheme": grad_scheme}
-        for scheme in schemes.values():
-            if scheme is not None:
-                scales_per_row(experts.spec.hidden_size, scheme)  # knows the schemes that there are
+        for name, scheme in schemes.items():
+            check_name(name, scheme, ROW_SCHEMES, none="rows as they are")
+        check_int("chunk_tokens", chunk_tokens, or_none=True, right="an int > 0, or None for all at once")
+        check_int("expert_capacity", expert_capacity, or_none=True, right="an int > 0, or None for room for every row")
+        check_int("comm_sms", comm_sms, or_none=True, right="an int > 0, or None for what the dispatcher needs")
+        check_kind("workspace", workspace, (Workspace, type(None)), "a Workspace, or None for the group's")
+        check_bool("validate", validate, or_none=True)
+        check_bool("quantized_before", quantized_before)
+        check_name("shared_experts_order", shared_experts_order, SHARED_EXPERTS_ORDERS)
+        if quantized_before and dispatch_scheme is None:
+            raise ValueError("quantized_before=True with dispatch_scheme=None: name the scheme that rows come in")
         if (reason := scheme_refusal(dispatcher, combine_scheme, grad_scheme)) is not None:
+            raise ValueError(reason)
+        width, dtype = experts.spec.hidden_size, experts.spec.dtype
+        self._rows = RowSpec(width, dtype, 1, dispatch_scheme, combine_scheme, grad_scheme, quantized_before)
+        if (reason := dispatcher.row_refusal(self._rows)) is not None:
             raise ValueError(reason)
         if experts.monolithic:
             idle = {**schemes, "chunk_tokens": chunk_tokens, "workspace": workspace}
             for name, value in idle.items():
                 if value is not None:
                     raise ValueError(f"{name}={value!r}: experts {experts.name!r} get no rows sent; leave it unset")
-        if chunk_tokens is not None and chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens={chunk_tokens}: must be at least 1, or None for all at once")
-        if shared_experts_order not in SHARED_EXPERTS_ORDERS:
-            raise ValueError(
-                f"shared_experts_order={shared_experts_order!r}: must be {', '.join(SHARED_EXPERTS_ORDERS)}"
-            )
-        if comm_sms is not None and comm_sms < 1:
-            raise ValueError(f"comm_sms={comm_sms}: must be at least 1, or None for what the dispatcher needs")
         if shared_experts_order == "auto":
             shared_experts_order = "during" if dispatcher.pays_beside_shared else "after"
         self.dispatcher = dispatcher
@@ -189,6 +199,8 @@ class MoEKernel:
         """
         if self.experts.monolithic:
             raise ValueError(f"experts={self.experts.name!r} route by themselves: call from_logits(x, logits, ...)")
+        if not isinstance(weights, ExpertWeights):
+            raise ValueError(f"{said('weights', weights)}: must be ExpertWeights(gate_up_proj, down_proj, ...)")
         self.experts.check_lora(weights.lora, adapter_ids is not None)  # before rows move: on all ranks or on none
         if torch.compiler.is_compiling():
             unknown = self.chunk_tokens is not None and self.dispatcher.capabilities.host_sync
@@ -201,6 +213,8 @@ class MoEKernel:
             validate_routing(topk_ids, topk_weights, self.dispatcher.owner.shape[0])
             if adapter_ids is not None:
                 validate_adapters(adapter_ids, weights.lora)
+        if (splitting := current_splitting()) is not None:
+            splitting.compare(self.dispatcher.ep)
         self.overflow.poll()
         if not torch.compiler.is_compiling() and (recorder := recording()) is not None:
             recorder.called()
@@ -282,6 +296,10 @@ class MoEKernel:
         Raises:
             ValueError: as `__call__`, or options that a monolithic kernel has no use for.
         """
+        num_experts = self.dispatcher.owner.shape[0]
+        if not isinstance(logits, Tensor) or logits.dim() != 2 or logits.shape[1] != num_experts:
+            have = f"of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else said("logits", logits)
+            raise ValueError(f"logits are {have}: must be [M, {num_experts}], one for each expert of the dispatcher")
         if not self.experts.monolithic:
             routing = route(logits, router, top_k, selection_bias=selection_bias)
             precise = routing.topk_weights.to(torch.promote_types(self.experts.spec.dtype, torch.float32))
@@ -312,9 +330,7 @@ class MoEKernel:
             self.layout,
             self.workspace,
             num_tokens=num_tokens,
-            top_k=top_k,
-            dispatch_scheme=self.dispatch_scheme,
-            combine_scheme=self.combine_scheme,
+            sent=dataclasses.replace(self._rows, top_k=top_k),
             chunk_tokens=self.chunk_tokens,
             capacity=self.overflow.capacity,
             traffic=traffic,
@@ -329,15 +345,7 @@ class MoEKernel:
             top_k: K.
             adapters: rows carry adapter ids.
         """
-        row = row_bytes(
-            self.experts.spec.hidden_size,
-            self.experts.spec.dtype,
-            top_k,
-            scheme=self.dispatch_scheme,
-            combine_scheme=self.combine_scheme,
-            grad_scheme=self.grad_scheme,
-            adapters=adapters,
-        )
+        row = dataclasses.replace(self._rows, top_k=top_k).nbytes(adapters=adapters)
         return self.dispatcher.bytes_by_movement(layout, row)
 
     def _ids_as_wanted(self, topk_ids: Tensor) -> Tensor:
@@ -347,8 +355,9 @@ class MoEKernel:
         self, x: Tensor | QuantizedRows, out: Tensor | None, inplace: bool, weights: ExpertWeights, p: Tensor
     ) -> Tensor | None:
         """Where the result goes: `out`, x, or None for memory of its own."""
-        if not inplace and out is None:
+        if out is None and inplace is False:
             return None
+        check_bool("inplace", inplace)
         name = "out" if out is not None else "inplace"
         if out is not None and inplace:
             raise ValueError("out=... with inplace=True: give one")

@@ -16,14 +16,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from epmoe.adapters import LORA_PARAMETERS, WithLora
+from epmoe.checks import as_device, check_ids, check_kind, said
 from epmoe.comm import EPGroup
 from epmoe.config import DTYPES, Activation, MoEConfig
 from epmoe.dispatch import make_dispatcher
+from epmoe.dispatch.wire import RowSpec
 from epmoe.experts import ExpertWeights, select_experts_impl, sum_gradients
 from epmoe.kernel import MoEKernel
 from epmoe.ops.activation import apply_activation
 from epmoe.placement import ExpertPlacement
-from epmoe.quantized import PROJECTIONS, SCALE_PARAMETERS, WithQuantizedExperts, copy_bits
+from epmoe.quantized import (
+    DOWN_INPUT_SCALE,
+    PROJECTIONS,
+    SCALE_PARAMETERS,
+    WithQuantizedExperts,
+    check_loaded,
+    copy_bits,
+)
 from epmoe.recompute import current_tape
 from epmoe.router import Router, Routing, as_routing
 
@@ -145,13 +154,23 @@ class MoELayer(WithLora, WithQuantizedExperts):
         name: str = "moe",
     ) -> None:
         super().__init__()
+        swapped = "the first argument is the MoEConfig, the second the EPGroup" if isinstance(config, EPGroup) else ""
+        check_kind("config", config, MoEConfig, "a MoEConfig", swapped)
+        check_kind("ep", ep, (EPGroup, type(None)), "an EPGroup, or None for all experts in this process")
+        check_kind("name", name, str, "a str")
         dtype = dtype or torch.get_default_dtype()
         if dtype not in DTYPES:
-            raise ValueError(f"dtype={dtype}: must be one of {', '.join(map(str, DTYPES))}")
+            raise ValueError(f"{said('dtype', dtype)}: must be one of {', '.join(map(str, DTYPES))}")
+        if router is not None and not callable(router):
+            raise ValueError(
+                f"layer {name!r}: {said('router', router)}: must be a module or function of x that returns a Routing "
+                "or (topk_ids, topk_weights); rules for the layer's own go into MoEConfig(router=RouterConfig(...))"
+            )
         self.config, self.ep, self.name = config, ep, name
         ranks, rank = (ep.num_ranks, ep.rank) if ep is not None else (1, 0)
         if device is None and ep is not None:
             device = ep.device
+        device = None if device is None else as_device(device)
         if config.experts == "monolithic" and router is not None:
             raise ValueError(
                 f"layer {name!r}: experts='monolithic' route by themselves, which a router of your own can't: leave "
@@ -200,6 +219,7 @@ class MoELayer(WithLora, WithQuantizedExperts):
         """The `MoEKernel` for rows of `dtype` on `device`: chosen once, then kept."""
         if (device, dtype) not in self._kernels:
             config = self.config
+            rows = RowSpec.of(config, dtype)
             self._kernels[device, dtype] = MoEKernel(
                 make_dispatcher(
                     config.dispatcher,
@@ -208,13 +228,15 @@ class MoELayer(WithLora, WithQuantizedExperts):
                     device,
                     layer=self.name,
                     max_tokens_per_rank=config.max_tokens_per_rank,
-                    storable=config.rows_are_storable(dtype),
+                    rows=rows,
+                    compared=True,  # with the configuration, when the layer was made
                 ),
                 select_experts_impl(config, device=device, dtype=dtype, lora=bool(self.lora_adapters)).experts,
                 layout=config.experts_layout,
-                dispatch_scheme=config.row_scheme,
-                combine_scheme=None if config.quant is None else config.quant.combine,
-                grad_scheme=None if config.quant is None else config.quant.gradients,
+                dispatch_scheme=rows.scheme,
+                combine_scheme=rows.combine_scheme,
+                grad_scheme=rows.grad_scheme,
+                quantized_before=rows.quantized_before,
                 expert_capacity=config.expert_capacity,
                 overflow=config.overflow,
                 chunk_tokens=config.chunk_tokens,
@@ -285,16 +307,20 @@ class MoELayer(WithLora, WithQuantizedExperts):
             The logical ids that were copied: those in `tensors` that this rank owns.
 
         Raises:
-            ValueError: an unknown name, a wrong shape, or ids that do not fit.
+            ValueError: an unknown name, a wrong shape, a dtype that is none of such numbers, ids that do not fit, or no
+                tensor at all.
         """
-        ids = list(range(self.config.num_experts)) if expert_ids is None else [int(e) for e in expert_ids]
-        if len(set(ids)) != len(ids) or any(not 0 <= e < self.config.num_experts for e in ids):
-            raise ValueError(f"expert_ids={ids}: must be distinct ids in [0, {self.config.num_experts})")
+        num_experts = self.config.num_experts
+        ids = list(range(num_experts)) if expert_ids is None else check_ids("expert_ids", expert_ids, num_experts)
         parameters = self.expert_parameters()
+        if not isinstance(tensors, Mapping) or not tensors:
+            raise ValueError(f"{said('tensors', tensors)}: must map names to tensors, some of {', '.join(parameters)}")
         for name, tensor in tensors.items():
             if name not in parameters:
                 raise ValueError(f"{name!r} is no expert tensor of this layer; it has {', '.join(parameters)}")
+            check_kind(name, tensor, Tensor, "a tensor")
             wide = self._is_wide(name, tensor, tensors)
+            check_loaded(name, tensor, self.dtype if wide else parameters[name].dtype)
             shape = (len(ids), *(self.weight_shape(name) if wide else parameters[name].shape)[1:])
             if tuple(tensor.shape) != shape:
                 hint = "" if expert_ids is not None else " (pass expert_ids if these are not all experts)"
@@ -307,6 +333,8 @@ class MoELayer(WithLora, WithQuantizedExperts):
                     self._write_expert(name, local, tensor[row].to(parameters[name].device))
                 else:
                     copy_bits(parameters[name][local], tensor[row])
+        if DOWN_INPUT_SCALE in tensors:
+            self._look_at_scales()
         return [expert for _, _, expert in here]
 
     def forward(
@@ -407,7 +435,8 @@ class MoELayer(WithLora, WithQuantizedExperts):
         if given is None and isinstance(self.router, Router):
             return self.router(tokens, topk_ids=forced, token_mask=mask)
         result = self.router(tokens) if given is None else given
-        routing = as_routing(result, tokens.shape[0], self.config.top_k, self.config.num_experts)
+        source = "the router returned" if given is None else "routing= is"
+        routing = as_routing(result, tokens.shape[0], self.config.top_k, self.config.num_experts, source)
         if mask is not None:
             routing = routing.masked(mask)
         if forced is not None and not torch.equal(forced, routing.topk_ids):
@@ -421,12 +450,20 @@ class MoELayer(WithLora, WithQuantizedExperts):
         """Checks the input; returns the dtype to compute in."""
         where = f"layer {self.name!r}: "
         weight = self.gate_up_proj
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{where}{said('x', x)}: must be a tensor [..., {self.config.hidden_size}]")
+        if self._unset_scales:
+            self._refuse_unset_scales()
         if x.dim() < 1 or x.shape[-1] != self.config.hidden_size:
             raise ValueError(f"{where}x has shape {tuple(x.shape)}, must be [..., {self.config.hidden_size}]")
         if weight.device.type == "meta" and x.device.type != "meta":
             raise ValueError(f"{where}parameters are on meta: call to_empty(device=...), then load or reset them")
         if x.device != weight.device:
             raise ValueError(f"{where}x is on {x.device}, the parameters on {weight.device}")
+        if token_mask is not None and not isinstance(token_mask, Tensor):
+            raise ValueError(
+                f"{where}{said('token_mask', token_mask)}: must be a bool tensor {tuple(x.shape[:-1])}, or None"
+            )
         if token_mask is not None and (token_mask.shape != x.shape[:-1] or token_mask.dtype != torch.bool):
             raise ValueError(
                 f"{where}token_mask is {token_mask.dtype} {tuple(token_mask.shape)}, must be bool {tuple(x.shape[:-1])}"

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import torch
 
+from epmoe.capabilities import KINDS
 from epmoe.comm.memory import STEPS, Buffer, MemoryPlan, Step, buffer
 from epmoe.comm.workspace import Workspace
 from epmoe.dispatch.base import Dispatcher, Traffic
-from epmoe.dispatch.wire import row_bytes
+from epmoe.dispatch.wire import RowSpec
 from epmoe.experts.base import Experts
 from epmoe.quant.rows import row_dtype, scales_per_row
+
+
+def planning_kinds(scheme: str | None) -> list[type[Experts]]:
+    """Kinds of experts that plan their scratch, of those for weights in `scheme` (None: not quantized)."""
+    return [
+        kind
+        for kind in KINDS.values()
+        if kind.workspace_shapes is not Experts.workspace_shapes and scheme in kind.schemes
+    ]
 
 
 def plan_forward(
@@ -19,29 +29,27 @@ def plan_forward(
     workspace: Workspace | None,
     *,
     num_tokens: int,
-    top_k: int,
-    dispatch_scheme: str | None,
-    combine_scheme: str | None,
+    sent: RowSpec,
     chunk_tokens: int | None,
     capacity: int | None,
     traffic: Traffic | None,
 ) -> MemoryPlan:
     """The plan of a forward without gradients; see `MoEKernel.memory_plan`."""
-    spec, num_experts = experts.spec, dispatcher.owner.shape[0]
+    num_experts, top_k, dispatch_scheme = dispatcher.owner.shape[0], sent.top_k, sent.scheme
     if num_tokens < 0 or not 1 <= top_k <= num_experts:
         raise ValueError(f"num_tokens={num_tokens}, top_k={top_k}: must be at least 0, and in [1, {num_experts}]")
-    width, dtype = spec.hidden_size, spec.dtype
+    width, dtype = sent.width, sent.dtype
     moved = traffic if traffic is not None else dispatcher.traffic(num_tokens, top_k)
     buffers: list[Buffer] = []
-    if dispatch_scheme is not None and not dispatcher.quantizes_in_flight(dtype):
+    if dispatch_scheme is not None and (sent.quantized_before or not dispatcher.quantizes_in_flight(dtype)):
         scales = scales_per_row(width, dispatch_scheme)
+        # rows quantized before the call are its argument, which lives until it returns
+        held: tuple[Step, ...] = STEPS if sent.quantized_before else ("dispatch",)
         buffers += [
-            buffer("quantized rows", (num_tokens, width), row_dtype(dispatch_scheme), "dispatch"),
-            buffer("their scales", (num_tokens, scales), torch.float32, "dispatch"),
+            buffer("quantized rows", (num_tokens, width), row_dtype(dispatch_scheme), *held),
+            buffer("their scales", (num_tokens, scales), torch.float32, *held),
         ]
-    message_bytes = row_bytes(width, dtype, top_k, scheme=dispatch_scheme).dispatch
-    back = {} if combine_scheme is None else {"combine_scheme": combine_scheme}
-    buffers += dispatcher.memory_plan(num_tokens, width, dtype, message_bytes, moved, **back)
+    buffers += dispatcher.memory_plan(num_tokens, sent, moved)
 
     rows = moved.received if chunk_tokens is None else min(chunk_tokens, moved.received)
     pairs = moved.pairs if rows == moved.received else min(rows * top_k, moved.pairs)
@@ -59,9 +67,11 @@ def plan_forward(
         pairs = places
     shapes = experts.workspace_shapes(pairs if layout == "batched" else rows, pairs)
     if shapes is None:
+        scheme = experts.spec.scheme
+        able = [repr(kind.name) for kind in planning_kinds(scheme)]
         raise ValueError(
-            f"experts={experts.name!r} allocate as they go, in sizes that depend on the routing: memory_plan needs "
-            "experts='grouped' or 'batched', or 'grouped_fp8' for weights in fp8"
+            f"experts={experts.name!r} allocate as they go: "
+            + (f"memory_plan needs experts={' or '.join(able)}" if able else f"none for {scheme!r} weights has a plan")
         )
     chunked = rows < moved.received
     # combine reads workspace13, unless parts have been reduced before it
@@ -72,8 +82,8 @@ def plan_forward(
         buffer("places of pairs", (rows, top_k), torch.int32, *read),
     ]
     if workspace is not None:
-        held = max(workspace.nbytes, shapes.workspace13.nbytes + shapes.workspace2.nbytes)
-        buffers.append(Buffer(workspace.name, held, STEPS))
+        space = max(workspace.nbytes, shapes.workspace13.nbytes + shapes.workspace2.nbytes)
+        buffers.append(Buffer(workspace.name, space, STEPS))
     else:
         buffers += [
             Buffer("workspace13", shapes.workspace13.nbytes, read),

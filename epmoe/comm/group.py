@@ -6,8 +6,11 @@ here, so all of them have a deadline and an error that names rank, layer and ope
 
 from __future__ import annotations
 
+import hashlib
 import json
+import pickle
 import time
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -17,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from epmoe.checks import as_device, check_kind, check_seconds, require
 from epmoe.comm.beside import Beside
 from epmoe.comm.copies import Copies
 from epmoe.comm.nodes import Nodes, declared_labels, find_nodes
@@ -76,8 +80,13 @@ class EPGroup:
                 "EPGroup needs torch.distributed: call torch.distributed.init_process_group(...) first (torchrun sets "
                 "its environment), or pass ep=None to run all experts in this process"
             )
-        if not timeout > 0:
-            raise ValueError(f"timeout={timeout!r}: must be seconds > 0")
+        check_seconds("timeout", timeout)
+        if device is not None:
+            device = as_device(device, here=False)
+            require(device.type != "meta", "device", str(device), "cpu or cuda, where rows can move")
+        if process_group is not None and process_group is not dist.GroupMember.NON_GROUP_MEMBER:
+            hint = "make one of some ranks by torch.distributed.new_group(ranks)"
+            check_kind("process_group", process_group, dist.ProcessGroup, "a group of torch.distributed, or None", hint)
         if process_group is None:
             process_group = dist.new_group(timeout=timedelta(seconds=timeout))
         assert process_group is not None
@@ -96,6 +105,7 @@ class EPGroup:
             raise ValueError(f"device={str(self.device)!r} with a gloo group: use backend='nccl', or device='cpu'")
         if self.device.type == "cpu" and self.backend == "nccl":
             raise ValueError("device='cpu' with an NCCL group: use backend='gloo' (or 'cpu:gloo,cuda:nccl')")
+        as_device(self.device)
         if self.device.type == "cuda" and self.device.index is None:  # groups of one device have to know each other
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._all_to_all_options = dist.distributed_c10d.AllToAllOptions()
@@ -113,6 +123,9 @@ class EPGroup:
         self._node_group: EPGroup | None = None
         # where numbers land on the host, and what says that they have; in use only inside `to_host`
         self._landings: dict[tuple[torch.Size, torch.dtype], tuple[Tensor, torch.cuda.Event]] = {}
+        self._said: set[str] = set()
+        self._meetings = 0
+        self.compared_splits: set[object] = set()  # of batches into microbatches, see `overlap/splitting.py`
         self.last_launch: torch.cuda.Stream | None = None  # of an operation over symmetric memory
         self.at_once = 1
         known = _LIVE.get(self.name)
@@ -132,10 +145,17 @@ class EPGroup:
         return cls(process_group, timeout=timeout)
 
     def check(self) -> None:
-        """Raises `PeerError` if an operation over symmetric memory has failed by now, also one that a CUDA graph
-        replayed; does not wait for the device. Each launch asks by itself, a replay can't."""
+        """Raises `PeerError` if a peer was late in an operation over symmetric memory, also one that a CUDA graph
+        replayed, as far as the host knows by now; does not wait for the device. Each launch asks by itself, a replay
+        can't: who captures graphs calls this before their results leave.
+
+        It finds late peers and nothing else. Rows that found no place under `overflow="raise"` are each kernel's own:
+        `MoEKernel.overflow.poll()`.
+        """
         for channel in self.channels:
             channel.check()
+        if self._node_group is not None:
+            self._node_group.check()
 
     def shares_device(self) -> None:
         """Counts the groups with symmetric memory on this device, now that this one has some, for all of them."""
@@ -186,10 +206,13 @@ class EPGroup:
 
     def error(self, operation: str, why: str) -> PeerError:
         """The error for a wait that failed: names rank, group, operation (which names the layer) and the way out."""
+        members = dist.get_process_group_ranks(self.process_group)
+        first, last = members[0], members[-1]
+        named = f"{first}..{last}" if members == list(range(first, last + 1)) else ", ".join(map(str, members))
         return PeerError(
-            f"rank {self.rank} of {self.num_ranks} (group {self.name!r}, {self.backend}): {operation}: {why}. A peer "
-            f"has died, runs other code, or is slower than the limit: look at the other ranks' output first; raise "
-            f"EPGroup(timeout={self.timeout:g}) if they were only slow"
+            f"rank {self.rank} of {self.num_ranks} (group {self.name!r} of ranks {named}, {self.backend}): {operation}"
+            f": {why}. A peer has died, runs other code, or is slower than the limit: look at the other ranks' output "
+            f"first; raise EPGroup(timeout={self.timeout:g}) if they were only slow"
         )
 
     def wait(self, work: dist.Work, operation: str) -> None:
@@ -205,6 +228,23 @@ class EPGroup:
                 work.wait(timedelta(seconds=self.timeout))
         except RuntimeError as error:
             raise self.error(operation, f"{str(error).splitlines()[0]} (limit {self.timeout:g} s)") from error
+
+    def meet(self, operation: str, limit: float) -> None:
+        """Waits until every rank has come here, at most `limit` seconds, which may be more than the deadline that the
+        communicator has for its collectives.
+
+        Raises:
+            PeerError: not all came, naming those that did not.
+        """
+        store = dist.distributed_c10d._get_default_store()
+        keys = [f"epmoe/{self.name}/{self._meetings}/{rank}" for rank in range(self.num_ranks)]
+        self._meetings += 1
+        store.set(keys[self.rank], "here")
+        try:
+            store.wait(keys, timedelta(seconds=limit))
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            raise self.error(operation, f"ranks {missing} have not come (limit {limit:g} s)") from error
 
     def to_host(self, values: Tensor, operation: str) -> Any:
         """The numbers of a small device tensor as (nested) lists, once what produces it has run: at most `timeout`
@@ -231,7 +271,7 @@ class EPGroup:
         while not arrived.query():
             waited = time.monotonic() - started
             if waited > self.timeout:
-                raise self.error(operation, f"no counts from the peers after {waited:.0f} s")
+                raise self.error(operation, f"no numbers from the peers after {waited:.0f} s")
             # The device idles until the host sees this, so spin, letting other threads run. Long waits are for a peer.
             time.sleep(0.0 if waited < 0.1 else 0.0002)
         return host.tolist()
@@ -290,18 +330,27 @@ class EPGroup:
         out = buffer.new_empty((self.num_ranks * buffer.shape[0], *buffer.shape[1:]))
         return out, _all_gather(out, buffer, group=self.process_group, async_op=True)
 
+    def warn_once(self, text: str) -> None:
+        """Warns of what concerns all layers of the group, the first time."""
+        if text not in self._said:
+            self._said.add(text)
+            warnings.warn(text, stacklevel=3)
+
     def check_same(self, subject: str, fields: Mapping[str, object]) -> None:
-        """Compares `fields` over all ranks; collective.
+        """Compares `fields` over all ranks; collective. Where they agree, 32 bytes of each rank are exchanged, once.
 
         Raises:
             ValueError: on every rank, naming each field that differs and each rank's value.
+            PeerError: a rank does not compare anything within the deadline.
         """
-        mine = json.dumps({key: str(value) for key, value in fields.items()}, sort_keys=True)
-        gathered: list[str] = [""] * self.num_ranks
-        dist.all_gather_object(gathered, mine, group=self.process_group)
-        if all(other == mine for other in gathered):
+        if self.num_ranks == 1:
             return
-        ranks = [json.loads(text) for text in gathered]
+        mine = {key: str(value) for key, value in fields.items()}
+        operation = f"{subject}, compared over the ranks"
+        digests = self._bytes_of_all(hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).digest(), operation)
+        if all(other == digests[0] for other in digests):
+            return
+        ranks = self.gather(mine, operation)
         names = sorted(set().union(*ranks))
         differing = [
             f"{name}: " + ", ".join(f"rank {r} has {values.get(name, '(unset)')}" for r, values in enumerate(ranks))
@@ -309,3 +358,22 @@ class EPGroup:
             if len({values.get(name) for values in ranks}) > 1
         ]
         raise ValueError(f"{subject} differs between ranks; make it equal on all of them. " + "; ".join(differing))
+
+    def gather(self, mine: Any, operation: str) -> list[Any]:
+        """Every rank's `mine`, small and picklable, in rank order; collective, within the deadline.
+
+        Raises:
+            PeerError: a rank does not take part.
+        """
+        text = pickle.dumps(mine)
+        told = self._bytes_of_all(len(text).to_bytes(8, "little"), operation)
+        sizes = [int.from_bytes(size, "little") for size in told]
+        texts = self._bytes_of_all(text.ljust(max(sizes), b"\0"), operation)
+        return [pickle.loads(other[:size]) for other, size in zip(texts, sizes, strict=True)]
+
+    def _bytes_of_all(self, mine: bytes, operation: str) -> list[bytes]:
+        """Every rank's bytes, as many of each."""
+        told = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
+        gathered, work = self.all_gather_async(told)
+        self.wait(work, operation)
+        return [bytes(row) for row in self.to_host(gathered.view(self.num_ranks, len(mine)), operation)]

@@ -16,8 +16,6 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from epmoe.comm.symmetric import host_identity
 
 if TYPE_CHECKING:
@@ -75,11 +73,13 @@ def declared_labels(nodes: int | Sequence[object] | None, num_ranks: int) -> tup
         name, nodes = VARIABLE, int(value) if value.isdecimal() else -1
     if nodes is None:
         return None
-    if isinstance(nodes, int):
+    if isinstance(nodes, int) and not isinstance(nodes, bool):
         if nodes < 1:
             raise ValueError(f"{name}={os.environ[VARIABLE] if name == VARIABLE else nodes!r}: must be an int > 0")
+        if nodes > num_ranks and name != VARIABLE:  # the variable is for all groups, also for small ones
+            raise ValueError(f"nodes={nodes}: must be at most the {num_ranks} ranks of the group, or a label for each")
         return tuple(rank // nodes for rank in range(num_ranks))
-    labels = tuple(nodes)
+    labels = tuple(nodes) if isinstance(nodes, Sequence) and not isinstance(nodes, str) else ()
     if len(labels) != num_ranks:
         raise ValueError(f"nodes={nodes!r}: must be ranks per node, or one label for each of the {num_ranks} ranks")
     return labels
@@ -91,9 +91,7 @@ def find_nodes(ep: EPGroup, labels: tuple[object, ...] | None) -> Nodes:
     Raises:
         ValueError: ranks declare different nodes.
     """
-    mine = (host_identity(), labels)
-    gathered = [mine] * ep.num_ranks
-    dist.all_gather_object(gathered, mine, group=ep.process_group)
+    gathered = ep.gather((host_identity(), labels), "which ranks share a node")
     for rank, (_, other) in enumerate(gathered):
         if other != labels:
             raise ValueError(

@@ -8,10 +8,13 @@ in the same order on all ranks; other groups' run when they like:
 
     | control words [2, R] | half 0: slots | half 1: slots |
 
-The *stamp* of operation n is n mod 1024. Rank s announces operation n to rank d by writing `stamp << 21 | count` to
-d's control word [n % 2, s]. An operation ends only after every peer has announced it. That a peer has announced n says
-that all it did in n - 1 is done, so a rank that has ended n may write into the half that n - 1 used: two halves are
-enough, whatever the operations are and however ranks drift apart.
+The *stamp* of operation n is n mod 8, and which operation it is (a layer's dispatch, a layer's combine). Rank s
+announces operation n to rank d by writing `stamp << 21 | count` to d's control word [n % 2, s]. An operation ends only
+after every peer has announced it. That a peer has announced n says that all it did in n - 1 is done, so a rank that has
+ended n may write into the half that n - 1 used: two halves are enough, whatever the operations are and however ranks
+drift apart. While n is awaited its control word holds n - 2's stamp or n's, so 8 are enough. A peer whose n is another
+operation, since it splits its batch otherwise or calls its layers in another order, has not announced this rank's: that
+ends at the deadline with an error, and not with its rows.
 """
 
 from __future__ import annotations
@@ -35,8 +38,16 @@ if TYPE_CHECKING:
 ALIGN = 512  # bytes; where halves begin
 CLOCKS = 2048  # copies of the epoch, and so the most programs of a launch
 COUNT_BITS = 21
-STAMPS = 1024
+OPERATION_BITS = 7  # of a stamp; a channel's further operations share the numbers of its first
+TURNS = 8
+COMPILING = 300.0  # seconds that a peer may be later than others at the first operation of a kind
+HALF_BYTES = 4 * 2**31 - ALIGN  # the largest half: words of it are counted in 31 bits
 EMPTY = -1  # what a word of a slot holds until one arrives
+
+
+def stamp_of(turn: int, code: int) -> int:
+    """What says that a peer is at this turn, and at the operation of this number (`Channel.begin`)."""
+    return turn % TURNS << OPERATION_BITS | code % (1 << OPERATION_BITS)
 
 
 def host_identity() -> str:
@@ -55,15 +66,14 @@ def unreachable(ep: EPGroup) -> str | None:
     """
     if ep.reachability is None:
         mine = (host_identity(), *_device(ep.device))
-        gathered: list[tuple[str, str, str]] = [mine] * ep.num_ranks
-        dist.all_gather_object(gathered, mine, group=ep.process_group)
+        gathered: list[tuple[str, str, str]] = ep.gather(mine, "whether ranks reach each other's memory")
         hosts, devices = {host for host, _, _ in gathered}, [device for _, device, _ in gathered]
         if len(hosts) > 1:
             trouble = f"its {ep.num_ranks} ranks are on {len(hosts)} hosts"
         elif ep.device.type != "cuda":
             trouble = ""
         else:
-            trouble = next((why for *_, why in gathered if why), "") or _agreed(ep, _blind(ep.device, devices))
+            trouble = next((why for *_, why in gathered if why), "") or agreed(ep, _blind(ep.device, devices))
             trouble = trouble or _trial(ep)
         ep.reachability = trouble
     return ep.reachability or None
@@ -87,10 +97,9 @@ def _blind(device: torch.device, devices: list[str]) -> str:
     return ""
 
 
-def _agreed(ep: EPGroup, failed: str) -> str:
+def agreed(ep: EPGroup, failed: str) -> str:
     """The first rank's failure, on all ranks; collective."""
-    gathered = [failed] * ep.num_ranks
-    dist.all_gather_object(gathered, failed, group=ep.process_group)
+    gathered = ep.gather(failed, "whether every rank reaches its peers' memory")
     return next((why for why in gathered if why), "")
 
 
@@ -101,7 +110,7 @@ def _trial(ep: EPGroup) -> str:
         failed = ""
     except RuntimeError as error:
         failed = f"rank {ep.rank}: {str(error).splitlines()[0]}"
-    return _agreed(ep, failed)
+    return agreed(ep, failed)
 
 
 def _device_buffers(ep: EPGroup, nbytes: int) -> tuple[list[Tensor], object]:
@@ -128,8 +137,7 @@ def _host_buffers(ep: EPGroup, nbytes: int) -> list[Tensor]:
                 os.truncate(descriptor, nbytes)
         except OSError as error:
             failed = str(error)
-        offers = [(path, failed)] * ep.num_ranks
-        dist.all_gather_object(offers, (path, failed), group=ep.process_group)
+        offers: list[tuple[str, str]] = ep.gather((path, failed), f"{nbytes} bytes of shared memory of each rank")
         for rank, (_, why) in enumerate(offers):
             if why:
                 raise RuntimeError(
@@ -167,8 +175,8 @@ class Channel:
         self.half_bytes = -(-half_bytes // ALIGN) * ALIGN
         self.control_bytes = -(-8 * ep.num_ranks // ALIGN) * ALIGN
         nbytes = self.nbytes(ep, half_bytes)
-        if self.half_bytes // 4 >= 2**31:
-            raise ValueError(f"a channel with halves of {self.half_bytes} bytes: must be less than 2**33")
+        if half_bytes > HALF_BYTES:
+            raise ValueError(f"a channel with halves of {half_bytes} bytes: must be at most {HALF_BYTES}")
         self._handle: object = None
         if ep.device.type == "cuda":
             buffers, self._handle = _device_buffers(ep, nbytes)
@@ -252,7 +260,9 @@ class Channel:
         if code:
             operation = next((name for name, n in self._operations.items() if n == code >> 8), "an operation")
             raise self.ep.error(
-                operation, f"rank {(code & 255) - 1} has not delivered (limit {self.ep.timeout:g} s), results are wrong"
+                operation,
+                f"rank {(code & 255) - 1} has not delivered (limit {self.ep.timeout:g} s), or is at another operation; "
+                "results are wrong",
             )
 
     def meet(
@@ -260,13 +270,14 @@ class Channel:
     ) -> None:
         """Before the first operation of its kind: compiles, compares its shape over the ranks, and waits for them.
 
-        Ranks compile at different speeds; without meeting, the deadline would have to allow for that.
+        Ranks compile at different speeds: here they wait `COMPILING` seconds where the deadline is shorter.
 
         Args:
             variant: what else the kernel depends on, each rank for itself.
 
         Raises:
             ValueError: ranks disagree, or a CUDA graph is being captured.
+            PeerError: a rank did not come.
         """
         key = (("", kind), *fields.items())
         if (key, variant) in self._compiled:
@@ -278,6 +289,7 @@ class Channel:
             )
         compile_kernel()
         if key not in self._met:
+            self.ep.meet(f"{kind} over symmetric memory, its kernel compiled", max(self.ep.timeout, COMPILING))
             self.ep.check_same(f"group {self.ep.name!r}: {kind} over symmetric memory", fields)
             self._met.add(key)
         self._compiled.add((key, variant))
@@ -288,24 +300,25 @@ class Channel:
         """The bytes of the half of `rank`'s buffer that operation `turn` uses."""
         return self.buffers[rank].narrow(0, self.control_bytes + turn % 2 * self.half_bytes, self.half_bytes)
 
-    def announce(self, count: int) -> None:
-        """Tells every peer that all written to it in this turn is there, `count` tokens."""
+    def announce(self, count: int, code: int) -> None:
+        """Tells every peer that all written to it in this turn, operation `code`, is there: `count` tokens."""
         with self._fence:  # a full barrier on every processor: what was written before is seen before
             pass
-        word = self.turn % STAMPS << COUNT_BITS | count
+        word = stamp_of(self.turn, code) << COUNT_BITS | count
         for rank, peer in enumerate(self.peers):
             if rank != self.ep.rank:
                 peer[self.turn % 2 * self.ep.num_ranks + self.ep.rank] = word
 
     def announced(self, rank: int, code: int) -> int:
-        """Waits until `rank` has announced this turn, and gives its count.
+        """Waits until `rank` has announced this turn's operation `code`, and gives its count.
 
         Raises:
             PeerError: it did not within the deadline.
         """
         control = self.peers[self.ep.rank][self.turn % 2 * self.ep.num_ranks + rank : :][:1].numpy()
         deadline = time.monotonic() + self.ep.timeout
-        while int(control[0]) >> COUNT_BITS != self.turn % STAMPS:
+        stamp = stamp_of(self.turn, code)
+        while int(control[0]) >> COUNT_BITS != stamp:
             if time.monotonic() > deadline:
                 self.fault[0] = code << 8 | rank + 1
                 self.check()

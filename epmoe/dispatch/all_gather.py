@@ -55,6 +55,7 @@ class AllGatherDispatcher(ExchangeDispatcher):
     """All-gather out, reduce-scatter back; one count exchange per dispatch."""
 
     name = "all_gather"
+    layout_type = AllGatherLayout
     capabilities = DispatcherCapabilities(
         asynchronous=True, host_sync=True, backends=("gloo", "nccl"), quantized_back=True
     )
@@ -107,7 +108,6 @@ class AllGatherDispatcher(ExchangeDispatcher):
     def rows_back(self, traffic: Traffic) -> int:
         return traffic.received
 
-    def wire_bytes(self, handle: Layout, row_bytes: int) -> tuple[int, int]:
+    def rows_by_rank(self, handle: Layout) -> Tensor:
         assert isinstance(handle, AllGatherLayout)
-        each_way = (self.ep.num_ranks - 1) * handle.capacity * row_bytes
-        return each_way, each_way
+        return self.but_for_itself(torch.full((2, self.ep.num_ranks), handle.capacity))

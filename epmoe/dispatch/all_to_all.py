@@ -93,6 +93,7 @@ class AllToAllDispatcher(ExchangeDispatcher):
     """Variable-size all-to-all each way, after one exchange of counts."""
 
     name = "all_to_all"
+    layout_type = AllToAllLayout
     copies = True
     capabilities = DispatcherCapabilities(
         asynchronous=True, host_sync=True, backends=("gloo", "nccl"), exact_pairs=True, quantized_back=True
@@ -136,7 +137,6 @@ class AllToAllDispatcher(ExchangeDispatcher):
         rows = num_tokens * self.ep.num_ranks  # all of every rank's tokens come here
         return Traffic(num_tokens * min(self.ep.num_ranks, top_k), rows, rows * min(top_k, self.num_local))
 
-    def wire_bytes(self, handle: Layout, row_bytes: int) -> tuple[int, int]:
+    def rows_by_rank(self, handle: Layout) -> Tensor:
         assert isinstance(handle, AllToAllLayout)
-        sent, received = (sum(rows) - rows[self.ep.rank] for rows in handle.numbers)
-        return sent * row_bytes, received * row_bytes
+        return self.but_for_itself(torch.tensor(handle.numbers))

@@ -34,6 +34,7 @@ class FixedAllToAllDispatcher(ExchangeDispatcher):
     """Equal all-to-all each way; needs `max_tokens_per_rank`, the same on all ranks."""
 
     name = "all_to_all_fixed"
+    layout_type = FixedLayout
     copies = True
     capabilities = DispatcherCapabilities(
         asynchronous=True, cuda_graph=True, backends=("gloo", "nccl"), max_tokens=True, quantized_back=True
@@ -83,7 +84,6 @@ class FixedAllToAllDispatcher(ExchangeDispatcher):
         rows = self.ep.num_ranks * self.max_tokens_per_rank
         return Traffic(rows, rows, rows * top_k)
 
-    def wire_bytes(self, handle: Layout, row_bytes: int) -> tuple[int, int]:
+    def rows_by_rank(self, handle: Layout) -> Tensor:
         assert self.max_tokens_per_rank is not None
-        each_way = (self.ep.num_ranks - 1) * self.max_tokens_per_rank * row_bytes
-        return each_way, each_way
+        return self.but_for_itself(torch.full((2, self.ep.num_ranks), self.max_tokens_per_rank))

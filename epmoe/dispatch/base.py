@@ -19,10 +19,11 @@ from typing import ClassVar, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from epmoe.checks import said
 from epmoe.comm import EPGroup
 from epmoe.comm.memory import Buffer, buffer
 from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
-from epmoe.dispatch.wire import RowBytes, narrowed_buffers
+from epmoe.dispatch.wire import RowBytes, RowSpec, narrowed_buffers
 from epmoe.quant.rows import QuantizedRows
 from epmoe.quant.straight_through import widened
 
@@ -189,10 +190,12 @@ class Dispatcher(ABC):
         layer: a name for error messages.
         max_tokens_per_rank: the most tokens any rank brings to one call; needed by those that reserve room for them.
         experts_per_rank: `ExpertPlacement.experts_per_rank`, which spares some of them looking owners up; 0: not known.
+        rows: what will move; None: not known.
     """
 
     name: ClassVar[str]
     capabilities: ClassVar[DispatcherCapabilities]
+    layout_type: ClassVar[type[Layout]] = Layout
 
     def __init__(
         self,
@@ -204,6 +207,7 @@ class Dispatcher(ABC):
         layer: str = "moe",
         max_tokens_per_rank: int | None = None,
         experts_per_rank: int = 0,
+        rows: RowSpec | None = None,
     ) -> None:
         self.ep = ep
         self.owner = owner
@@ -212,6 +216,7 @@ class Dispatcher(ABC):
         self.layer = layer
         self.max_tokens_per_rank = max_tokens_per_rank
         self.experts_per_rank = experts_per_rank
+        self.rows = rows
 
     @property
     def where(self) -> str:
@@ -237,8 +242,8 @@ class Dispatcher(ABC):
         """Whether combine launched before the shared experts ends sooner than after them."""
         return self.capabilities.asynchronous
 
-    def row_refusal(self, width: int, dtype: torch.dtype) -> str | None:
-        """Why rows of `width` and `dtype` can't move there and back, with the way out; None if they can."""
+    def row_refusal(self, rows: RowSpec) -> str | None:
+        """Why such rows can't move there and back, with the way out; None if they can."""
         return None
 
     def quantizes_in_flight(self, dtype: torch.dtype) -> bool:
@@ -301,8 +306,18 @@ class Dispatcher(ABC):
         return rows if isinstance(rows, Tensor) else weight_and_reduce(rows, out=out)
 
     @abstractmethod
+    def rows_by_rank(self, handle: Layout) -> Tensor:
+        """`[2, R]` int64: rows that this rank sends to, and receives from, each rank in one dispatch, none for itself.
+
+        On the host where the sizes are known there, else on the device, where nobody waits for them. `handle` is that
+        of a dispatch that has arrived.
+        """
+
     def wire_bytes(self, handle: Layout, row_bytes: int) -> tuple[int, int]:
-        """Bytes that this rank sends to and receives from other ranks in one dispatch of rows of `row_bytes`."""
+        """Bytes that this rank sends to and receives from other ranks in one dispatch of rows of `row_bytes`; waits for
+        the device where `rows_by_rank` is there."""
+        sent, received = self.rows_by_rank(handle).sum(1).tolist()
+        return sent * row_bytes, received * row_bytes
 
     def bytes_by_movement(self, handle: Layout, row: RowBytes) -> dict[str, tuple[int, int]]:
         """Bytes that this rank sends to and receives from other ranks in each movement of one call, by its name in
@@ -315,28 +330,14 @@ class Dispatcher(ABC):
     def traffic(self, num_tokens: int, top_k: int) -> Traffic:
         """The most that a call can move if every rank brings `num_tokens`, whatever the routing."""
 
-    def memory_plan(
-        self,
-        num_tokens: int,
-        width: int,
-        dtype: torch.dtype,
-        message_bytes: int,
-        traffic: Traffic,
-        *,
-        combine_scheme: str | None = None,
-    ) -> list[Buffer]:
-        """What dispatch and combine of a forward without gradients allocate for `traffic`.
-
-        Args:
-            width, dtype: H, and the dtype of the rows that come back, before they are quantized and after.
-            message_bytes: of a dispatched row with its ids, weights and scales.
-            combine_scheme: of the rows on their way back; given only to dispatchers whose `quantized_back` says so.
-        """
-        plan = [buffer("output", (num_tokens, width), dtype, "combine", "sum")]
-        if combine_scheme is not None:
+    def memory_plan(self, num_tokens: int, rows: RowSpec, traffic: Traffic) -> list[Buffer]:
+        """What dispatch and combine of a forward without gradients allocate for `traffic` of such rows, which go back
+        quantized only by dispatchers whose `quantized_back` says so."""
+        plan = [buffer("output", (num_tokens, rows.width), rows.dtype, "combine", "sum")]
+        if rows.combine_scheme is not None:
             plan += [
-                buffer("reduced rows", (num_tokens, width), dtype, "combine"),
-                *narrowed_buffers("reduced rows", num_tokens, width, combine_scheme, "combine"),
+                buffer("reduced rows", (num_tokens, rows.width), rows.dtype, "combine"),
+                *narrowed_buffers("reduced rows", num_tokens, rows.width, rows.combine_scheme, "combine"),
             ]
         return plan
 
@@ -391,9 +392,15 @@ class Dispatcher(ABC):
         )
 
     def check(
-        self, x: Tensor | QuantizedRows, topk_ids: Tensor, topk_weights: Tensor, adapter_ids: Tensor | None = None
+        self,
+        x: Tensor | QuantizedRows,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        adapter_ids: Tensor | None = None,
+        layout: Layout | None = None,
     ) -> None:
-        """Raises `ValueError` for shapes, dtypes, devices or strides that can't be dispatched."""
+        """Raises `ValueError` for shapes, dtypes, devices or strides that can't be dispatched, and for a layout of
+        another kind or number of tokens."""
         where = f"layer {self.layer!r}: "
         if isinstance(x, QuantizedRows):
             if torch.is_grad_enabled() and topk_weights.requires_grad:
@@ -410,6 +417,13 @@ class Dispatcher(ABC):
             )
         if x.shape[0] != topk_ids.shape[0]:
             raise ValueError(f"{where}x has {x.shape[0]} rows and topk_ids {topk_ids.shape[0]}: one per token each")
+        if layout is not None:
+            self.check_layout("layout", layout)
+            if not torch.compiler.is_compiling() and layout.num_tokens != topk_ids.shape[0]:
+                raise ValueError(
+                    f"{where}layout is of {layout.num_tokens} tokens, topk_ids of {topk_ids.shape[0]}: give the layout "
+                    "that was made for these ids, or None"
+                )
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(f"{where}x.stride(-1)={x.stride(-1)}: rows must be dense, call x.contiguous()")
         wanted = self.capabilities.topk_ids_dtype
@@ -428,3 +442,38 @@ class Dispatcher(ABC):
         for name, tensor in named.items():
             if tensor is not None and tensor.device != self.owner.device:
                 raise ValueError(f"{where}{name} is on {tensor.device}, the layer on {self.owner.device}")
+
+    def check_layout(self, name: str, layout: object) -> None:
+        """Raises `ValueError` for what no dispatcher of this kind has made."""
+        if not isinstance(layout, self.layout_type):
+            right = f"what make_layout or a dispatch of {self.name!r} gave, a {self.layout_type.__name__}"
+            raise ValueError(f"layer {self.layer!r}: {said(name, layout)}: must be {right}")
+
+    def check_back(self, rows: Tensor | ExpertOutput, handle: Layout, out: Tensor | None) -> None:
+        """Raises `ValueError` for rows that are not those of the dispatch that `handle` is from, or an `out` that can't
+        take their sums."""
+        where = f"layer {self.layer!r}: "
+        self.check_layout("handle", handle)
+        values, slot = (rows, None) if isinstance(rows, Tensor) else (rows.rows, rows.slot)
+        width = values.shape[-1] if values.dim() else 0
+        if values.dim() < 2 or (slot is None and values.dim() != 2) or self._other_rows(values, slot, handle):
+            raise ValueError(
+                f"{where}combine takes one row per row dispatched, [{handle.num_rows}, H], got {tuple(values.shape)}"
+                + ("" if slot is None else f" and a slot {tuple(slot.shape)}")
+            )
+        if self.rows is not None and width != self.rows.width:
+            raise ValueError(f"{where}combine got rows {width} wide: must be {self.rows.width}, as dispatched")
+        if out is None:
+            return
+        right = (handle.num_tokens, width)
+        if tuple(out.shape) != right or out.dtype != values.dtype or out.device != values.device:
+            raise ValueError(
+                f"{where}out is {out.dtype} {tuple(out.shape)} on {out.device}: must be {values.dtype} {right} on "
+                f"{values.device}"
+            )
+
+    @staticmethod
+    def _other_rows(values: Tensor, slot: Tensor | None, handle: Layout) -> bool:
+        if torch.compiler.is_compiling():  # sizes of a graph may be unknown
+            return False
+        return (values if slot is None else slot).shape[0] != handle.num_rows

@@ -32,7 +32,7 @@ from epmoe.dispatch.base import Dispatcher, ExpertInput, Layout, Pending, Traffi
 from epmoe.dispatch.flight import Flight, in_manner
 from epmoe.dispatch.messages import Extras, Rows, side_by_side
 from epmoe.dispatch.reduce import ExpertOutput
-from epmoe.dispatch.wire import narrowed_buffers, row_bytes
+from epmoe.dispatch.wire import RowSpec, narrowed_buffers
 from epmoe.ops._leases import Lease
 from epmoe.quant.rows import QuantizedRows, quantized
 from epmoe.quant.straight_through import rounded
@@ -197,39 +197,34 @@ class ExchangeDispatcher(Dispatcher):
         """Copy engines take none, only the kernels that pack rows, add them up and meet: 4."""
         return 4 if copies and self.copies and self.ep.has_copies() else super().sms_beside(copies)
 
-    def memory_plan(
-        self,
-        num_tokens: int,
-        width: int,
-        dtype: torch.dtype,
-        message_bytes: int,
-        traffic: Traffic,
-        *,
-        combine_scheme: str | None = None,
-    ) -> list[Buffer]:
+    def memory_plan(self, num_tokens: int, rows: RowSpec, traffic: Traffic) -> list[Buffer]:
         sent, received = traffic.sent, traffic.received
         byte = torch.uint8
-        # wide rows are messages as they lie
-        back = row_bytes(width, dtype, 1, combine_scheme=combine_scheme).combine
+        message, back, *_ = rows.nbytes()  # wide rows go back as messages as they lie
         narrowed = []
-        if combine_scheme is not None:
+        if rows.combine_scheme is not None:
             narrowed = [
-                buffer("reduced rows", (received, width), dtype, "combine"),
-                *narrowed_buffers("reduced rows", received, width, combine_scheme, "combine", "sum"),
+                buffer("reduced rows", (received, rows.width), rows.dtype, "combine"),
+                *narrowed_buffers("reduced rows", received, rows.width, rows.combine_scheme, "combine", "sum"),
             ]
         return [
             buffer("places", (num_tokens, self.ep.num_ranks), torch.int32),
-            buffer("rows sent", (sent, message_bytes), byte, "dispatch"),
-            buffer("rows received", (received, message_bytes), byte, "dispatch", "experts", "combine"),
+            buffer("rows sent", (sent, message), byte, "dispatch"),
+            buffer("rows received", (received, message), byte, "dispatch", "experts", "combine"),
             *narrowed,
             buffer("reduced rows sent back", (received, back), byte, "combine", "sum"),
             buffer("rows that came back", (self.rows_back(traffic), back), byte, "combine", "sum"),
-            buffer("output", (num_tokens, width), dtype, "sum"),
+            buffer("output", (num_tokens, rows.width), rows.dtype, "sum"),
         ]
 
     def rows_back(self, traffic: Traffic) -> int:
         """Rows that combine gets back: one for each that dispatch sent."""
         return traffic.sent
+
+    def but_for_itself(self, rows: Tensor) -> Tensor:
+        """`rows [2, R]` without those of a rank to itself, which cross no link."""
+        rows[:, self.ep.rank] = 0
+        return rows
 
     def dispatch_async(
         self,
@@ -242,7 +237,7 @@ class ExchangeDispatcher(Dispatcher):
         scheme: str | None = None,
         grad_scheme: str | None = None,
     ) -> Pending[ExpertInput]:
-        self.check(x, topk_ids, topk_weights, adapter_ids)
+        self.check(x, topk_ids, topk_weights, adapter_ids, layout)
         compiling, source = torch.compiler.is_compiling(), None
         if isinstance(x, Tensor) and torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
             if compiling:  # an op has one gradient for each of its arguments: wide rows, rounded all the same
@@ -307,12 +302,8 @@ class ExchangeDispatcher(Dispatcher):
         grad_scheme: str | None = None,
     ) -> Pending[Tensor]:
         compiling = torch.compiler.is_compiling()
+        self.check_back(rows, handle, out)
         rows = self.reduced(rows)
-        if rows.dim() != 2 or (not compiling and rows.shape[0] != handle.num_rows):
-            raise ValueError(
-                f"layer {self.layer!r}: combine takes one row per row dispatched, [{handle.num_rows}, H], "
-                f"got {tuple(rows.shape)}"
-            )
         if compiling:
             tensors, numbers = self.pack_layout(handle)
             sums = _ops(self).give_back(rounded(rows, scheme, None), tensors, numbers, self.ep.name, self.ep.timeout)

@@ -34,161 +34,15 @@ from torch import Tensor
 
 from epmoe.comm import EPGroup
 from epmoe.comm.memory import Buffer, buffer
+from epmoe.comm.symmetric import agreed, unreachable
 from epmoe.dispatch.base import DispatcherCapabilities, Layout, Traffic
 from epmoe.dispatch.exchange import ExchangeDispatcher, Rows, arrival, register_ops
 from epmoe.dispatch.flight import Flight, late
-from epmoe.dispatch.node_slots import Slots, put, refusal, slots_buffer, take_back
-from epmoe.dispatch.wire import narrowed_buffers, row_bytes
-from epmoe.ops.destinations import destinations
+from epmoe.dispatch.node_layout import HierarchicalLayout, exchange_counts, hierarchical_layout, tables
+from epmoe.dispatch.node_slots import put, slots_buffer, take_back
+from epmoe.dispatch.storable import refusal
+from epmoe.dispatch.wire import RowSpec, narrowed_buffers
 from epmoe.ops.pack_rows import pack_rows
-
-
-class Splits(NamedTuple):
-    """Rows by rank: `[R]` each over the network, `[n]` each inside the node."""
-
-    sent: list[int]
-    relayed: list[int]
-    passed_on: list[int]
-    received: list[int]
-
-
-@dataclasses.dataclass(frozen=True)
-class HierarchicalLayout(Layout):
-    """`send_index [S]` int32: the token of each row sent; `slot [M, N]` int32: where a token's rows lie among them, -1
-    for none; `relay_index [F]` and `relay_slot [G, n]`: the same for the rows relayed, empty without that step;
-    `splits [2R + 2n]`: as `Splits` has them one after another, as numbers, or as the int64 host tensor that a compiled
-    graph has; `slots`: of rows relayed over symmetric memory, else None."""
-
-    send_index: Tensor
-    slot: Tensor
-    relay_index: Tensor
-    relay_slot: Tensor
-    splits: list[int] | Tensor
-    slots: Slots | None = None
-
-    def numbers(self, ep: EPGroup) -> Splits:
-        """The splits as numbers, by rank."""
-        flat = self.splits.tolist() if isinstance(self.splits, Tensor) else self.splits
-        ranks, inside = ep.num_ranks, len(flat) // 2 - ep.num_ranks
-        ends = [ranks, 2 * ranks, 2 * ranks + inside]
-        return Splits(flat[: ends[0]], flat[ends[0] : ends[1]], flat[ends[1] : ends[2]], flat[ends[2] :])
-
-
-class Tables(NamedTuple):
-    """Where experts are, as this rank's routing meets them; on the layer's device.
-
-    `rank_of [E]` int32; `way_to [E]` int32: which of this rank's N ways out leads there, ways in the order of the ranks
-    that they lead to; `inside [E]` int32: index on this node, -1 elsewhere; `told [R, largest node + 2]` int64: which
-    numbers each rank is told, of (rows, pairs) by rank, the same by way, and a zero: rows for each rank of its node,
-    pairs for itself, rows for its node.
-    """
-
-    rank_of: Tensor
-    way_to: Tensor
-    inside: Tensor
-    told: Tensor
-
-
-def tables(owner: Tensor, ep: EPGroup) -> Tables:
-    """The tables for experts of `owner [E]`; collective the first time, when the group finds its nodes."""
-    nodes, ranks = ep.nodes, ep.num_ranks
-    ways = sorted(range(len(nodes.ranks)), key=nodes.entrances[ep.rank].__getitem__)
-    way = [ways.index(node) for node, _ in nodes.places]
-    inside = [index if rank in nodes.beside(ep.rank) else -1 for rank, (_, index) in enumerate(nodes.places)]
-    zero = 2 * (ranks + len(ways))
-    told = []
-    for rank in range(ranks):
-        together = nodes.beside(rank)
-        rows = [2 * other for other in together] + [zero] * (nodes.largest - len(together))
-        told.append([*rows, 2 * rank + 1, 2 * (ranks + way[rank])])
-
-    def of_expert(by_rank: list[int]) -> Tensor:
-        return torch.tensor(by_rank, dtype=torch.int32, device=owner.device)[owner.long()]
-
-    return Tables(owner, of_expert(way), of_expert(inside), torch.tensor(told, device=owner.device))
-
-
-def exchange_counts(
-    topk_ids: Tensor, where: Tables, ep: EPGroup, operation: str, capacity: int = 0
-) -> HierarchicalLayout:
-    """Ranks tell each other how many rows come and relays where they go on to: two exchanges, one wait of the host.
-
-    Args:
-        capacity: of slots for the rows relayed; 0: they go by an all-to-all.
-    """
-    nodes, ranks = ep.nodes, ep.num_ranks
-    (here, index), mine = nodes.places[ep.rank], nodes.beside(ep.rank)
-
-    _, _, by_rank = destinations(topk_ids, where.rank_of, ranks)
-    send_index, slot, by_way = destinations(topk_ids, where.way_to, len(nodes.ranks))
-    counts = torch.cat([by_rank.view(-1), by_way.view(-1), by_rank.new_zeros(1)])
-    both = topk_ids.new_empty((2, *where.told.shape), dtype=torch.int64)  # of ours and of the peers', for one copy
-    ours, theirs = both.unbind()
-    torch.index_select(counts, 0, where.told.view(-1), out=ours.view(-1))
-    _, work = ep.all_to_all_async(ours, out=theirs)
-    ep.wait(work, operation)
-    to_peers, from_peers = ep.to_host(both, operation)
-
-    splits = Splits([0] * ranks, [0] * ranks, [0] * len(mine), [0] * len(mine))
-    for rank in nodes.entrances[ep.rank]:
-        splits.sent[rank] = to_peers[rank][-1]
-    for source, told in enumerate(from_peers):
-        relay = nodes.entrances[source][here]
-        splits.received[nodes.places[relay][1]] += told[index]
-        if relay == ep.rank:
-            splits.relayed[source] = told[-1]
-            splits.passed_on[:] = [a + b for a, b in zip(splits.passed_on, told, strict=False)]
-    send_index = send_index.narrow(0, 0, sum(splits.sent))
-    relayed = topk_ids
-    if nodes.two_levels:
-        sent_ids = topk_ids.index_select(0, send_index)
-        relayed, work = ep.all_to_all_async(sent_ids, splits.sent, splits.relayed)
-        ep.wait(work, operation)
-    relay_index, relay_slot = topk_ids.new_empty(0), topk_ids.new_empty((0, len(mine)))
-    slots = None
-    if capacity:
-        slots = Slots(capacity, relayed.contiguous(), where.inside)
-    elif len(mine) > 1 or len(nodes.ranks) == 1:
-        relay_index, relay_slot, _ = destinations(relayed, where.inside, len(mine))
-        relay_index = relay_index.narrow(0, 0, sum(splits.passed_on))
-    return HierarchicalLayout(
-        num_tokens=topk_ids.shape[0],
-        num_rows=len(mine) * capacity or sum(splits.received),
-        max_assignments=sum(told[-2] for told in from_peers),
-        send_index=send_index,
-        slot=slot,
-        relay_index=relay_index,
-        relay_slot=relay_slot,
-        splits=[n for part in splits for n in part],
-        slots=slots,
-    )
-
-
-@torch.library.custom_op("epmoe::hierarchical_layout", mutates_args=())
-def hierarchical_layout(
-    topk_ids: Tensor, where: list[Tensor], group: str, timeout: float, operation: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
-    """`exchange_counts` for compiled graphs: `(send_index [S], slot [M, N], relay_index [F], relay_slot [G, n], splits
-    [2R + 2n] on the host, T, pairs received)`."""
-    made = exchange_counts(topk_ids, Tables(*where), EPGroup.from_name(group, timeout), operation)
-    (send_index, slot, relay_index, relay_slot, splits), (_, received, pairs) = HierarchicalDispatcher.pack_layout(made)
-    return send_index.clone(), slot, relay_index.clone(), relay_slot, splits, received, pairs
-
-
-@hierarchical_layout.register_fake
-def _(topk_ids, where, group, timeout, operation):  # type: ignore[no-untyped-def]
-    ctx = torch.library.get_ctx()
-    ep = EPGroup.from_name(group, timeout)
-    inside = len(ep.nodes.beside(ep.rank))
-    return (
-        topk_ids.new_empty(ctx.new_dynamic_size()),
-        topk_ids.new_empty((topk_ids.shape[0], len(ep.nodes.ranks))),
-        topk_ids.new_empty(ctx.new_dynamic_size()),
-        topk_ids.new_empty((ctx.new_dynamic_size(), inside)),
-        torch.empty(2 * (ep.num_ranks + inside), dtype=torch.int64, device="cpu"),
-        ctx.new_dynamic_size(),
-        ctx.new_dynamic_size(),
-    )
 
 
 class LinkBytes(NamedTuple):
@@ -207,14 +61,16 @@ class HierarchicalDispatcher(ExchangeDispatcher):
     Attributes:
         one_sided: inside the node rows are stored straight into the peers' memory, in one launch each way without
             counts; needs `max_tokens_per_rank`, peer access inside each node, and rows of a multiple of 16 bytes (on
-            CUDA no float64). Every rank has a place for every row that may be relayed to it, so it is for few tokens.
-            Set it on all ranks alike, before the first call. With one node it is without effect: `symmetric` is for
-            that, and so it is in a compiled graph. Rows can't go back quantized then.
+            CUDA no float64), which can't go back quantized; a `ValueError` says what is missing. Every rank has a place
+            for every row that may be relayed to it, so it is for few tokens. Set it on all ranks together, where the
+            dispatcher was not told what `rows` will move before a `MoEKernel` is made, which knows. With one node it is
+            without effect: `symmetric` is for that, and so it is in a compiled graph.
     """
 
-    one_sided: bool = False
+    _one_sided = False
 
     name = "hierarchical"
+    layout_type = HierarchicalLayout
     capabilities = DispatcherCapabilities(
         asynchronous=True, host_sync=True, backends=("gloo", "nccl"), exact_pairs=True, quantized_back=True
     )
@@ -224,6 +80,26 @@ class HierarchicalDispatcher(ExchangeDispatcher):
         self.tables = tables(self.owner, self.ep)
         if self.ep.nodes.two_levels:
             self.ep.node_group()
+
+    @property
+    def one_sided(self) -> bool:
+        return self._one_sided
+
+    @one_sided.setter
+    def one_sided(self, value: bool) -> None:
+        if value and self.ep.nodes.two_levels:
+            if self.max_tokens_per_rank is None:
+                raise ValueError(
+                    f"layer {self.layer!r}: one_sided=True reserves room for max_tokens_per_rank: set it, or leave "
+                    "one_sided unset"
+                )
+            node = self.ep.node_group()
+            blind = unreachable(node) if node.num_ranks > 1 else None
+            if (why := agreed(self.ep, blind or "")) != "":
+                raise ValueError(f"layer {self.layer!r}: one_sided=True: {why}; leave it unset")
+            if self.rows is not None and (refused := self._unstorable(self.rows)) is not None:
+                raise ValueError(refused)
+        self._one_sided = value
 
     def make_layout(self, topk_ids: Tensor) -> HierarchicalLayout:
         operation = f"layer {self.layer!r}, exchange of row counts"
@@ -240,23 +116,36 @@ class HierarchicalDispatcher(ExchangeDispatcher):
         nodes = self.ep.nodes
         return nodes.two_levels and len(nodes.beside(self.ep.rank)) > 1
 
-    def row_refusal(self, width: int, dtype: torch.dtype) -> str | None:
-        why = refusal(width, dtype, self.owner.device) if self._stores_inside() else None
-        return None if why is None else f"layer {self.layer!r}: {why}"
+    def row_refusal(self, rows: RowSpec) -> str | None:
+        return self._unstorable(rows) if self.one_sided and self.ep.nodes.two_levels else None
+
+    def _unstorable(self, rows: RowSpec) -> str | None:
+        if (schemes := rows.back_schemes) != "":
+            why: str | None = f"rows quantized on the way back ({schemes}) can't be stored to peers"
+        else:  # of the largest node, also on a rank that stores nothing: all ranks refuse alike
+            why = refusal(rows, self.ep.nodes.largest, self._most_relayed(), self.owner.device)
+        return None if why is None else f"layer {self.layer!r}: {why}; set the dispatcher's one_sided to False"
+
+    def _most_relayed(self, node: int | None = None) -> int:
+        """The most rows that any rank, or any of one node, can be given to relay."""
+        assert self.max_tokens_per_rank is not None, "one_sided asks for it"
+        relays = collections.Counter(
+            relay for entered in self.ep.nodes.entrances for n, relay in enumerate(entered) if node in (None, n)
+        )
+        return self.max_tokens_per_rank * max(relays.values())
 
     def _capacity(self, num_tokens: int) -> int:
         """The most rows that any rank of this node can be given to relay, where they have slots there; else 0."""
-        nodes, rank = self.ep.nodes, self.ep.rank
         if not self._stores_inside():
             return 0
         most = self.max_tokens_per_rank
-        if most is None or num_tokens > most:
+        assert most is not None, "one_sided asks for it"
+        if num_tokens > most:
             raise ValueError(
                 f"{self.where}: {num_tokens} tokens with max_tokens_per_rank={most}: one_sided=True reserves "
-                "room for it, so set or raise it, or set one_sided to False"
+                "room for it, so raise it, or set one_sided to False"
             )
-        relays = collections.Counter(entered[nodes.places[rank][0]] for entered in nodes.entrances)
-        return most * max(relays.values())
+        return self._most_relayed(self.ep.nodes.places[self.ep.rank][0])
 
     @staticmethod
     def arrived(layout: HierarchicalLayout, topk_ids: Tensor) -> HierarchicalLayout:
@@ -319,10 +208,8 @@ class HierarchicalDispatcher(ExchangeDispatcher):
 
     @staticmethod
     def pack_layout(layout: HierarchicalLayout) -> tuple[list[Tensor], list[int]]:
-        splits = layout.splits
-        splits = splits if isinstance(splits, Tensor) else torch.tensor(splits, dtype=torch.int64)
         return (
-            [layout.send_index, layout.slot, layout.relay_index, layout.relay_slot, splits],
+            [layout.send_index, layout.slot, layout.relay_index, layout.relay_slot, layout.splits_on_host],
             [layout.num_tokens, layout.num_rows, layout.max_assignments],
         )
 
@@ -344,44 +231,38 @@ class HierarchicalDispatcher(ExchangeDispatcher):
             return Traffic(sent, inside * capacity, pairs, relayed)
         return Traffic(sent, received, pairs, relayed, relayed * min(inside, top_k) if inside > 1 else 0)
 
-    def memory_plan(
-        self,
-        num_tokens: int,
-        width: int,
-        dtype: torch.dtype,
-        message_bytes: int,
-        traffic: Traffic,
-        *,
-        combine_scheme: str | None = None,
-    ) -> list[Buffer]:
+    def memory_plan(self, num_tokens: int, rows: RowSpec, traffic: Traffic) -> list[Buffer]:
         nodes = self.ep.nodes
-        plan = super().memory_plan(num_tokens, width, dtype, message_bytes, traffic, combine_scheme=combine_scheme)
+        plan = super().memory_plan(num_tokens, rows, traffic)
         if not nodes.two_levels:
             return plan
-        byte, inside = torch.uint8, len(nodes.beside(self.ep.rank))
-        back = row_bytes(width, dtype, 1, combine_scheme=combine_scheme).combine
+        byte, inside, width = torch.uint8, len(nodes.beside(self.ep.rank)), rows.width
+        message, back, *_ = rows.nbytes()
         buffers = [buffer("places", (num_tokens, len(nodes.ranks)), torch.int32), *plan[1:]]
         if inside > 1:
             buffers += [
                 buffer("places inside the node", (traffic.relayed, inside), torch.int32),
-                buffer("rows relayed", (traffic.relayed, message_bytes), byte, "dispatch"),
-                buffer("rows passed on", (traffic.passed_on, message_bytes), byte, "dispatch"),
+                buffer("rows relayed", (traffic.relayed, message), byte, "dispatch"),
+                buffer("rows passed on", (traffic.passed_on, message), byte, "dispatch"),
                 buffer("rows that came back inside the node", (traffic.passed_on, back), byte, "combine", "sum"),
-                buffer("sums of the node", (traffic.relayed, width), dtype, "combine", "sum"),
+                buffer("sums of the node", (traffic.relayed, width), rows.dtype, "combine", "sum"),
             ]
-            if combine_scheme is not None:
-                relayed = narrowed_buffers("sums of the node", traffic.relayed, width, combine_scheme, "combine", "sum")
+            if (scheme := rows.combine_scheme) is not None:
+                relayed = narrowed_buffers("sums of the node", traffic.relayed, width, scheme, "combine", "sum")
                 buffers += [*relayed, buffer("sums sent on", (traffic.relayed, back), byte, "combine", "sum")]
             if capacity := self._capacity(num_tokens):
-                buffers.append(slots_buffer(self.ep.node_group(), capacity, message_bytes, width * dtype.itemsize))
+                buffers.append(slots_buffer(self.ep.node_group(), capacity, rows))
         return buffers
 
-    def wire_bytes(self, handle: Layout, row_bytes: int) -> tuple[int, int]:
-        (sent, received), (passed_on, came) = self.link_bytes(handle, row_bytes)
-        return sent + passed_on, received + came
+    def rows_by_rank(self, handle: Layout) -> Tensor:
+        assert isinstance(handle, HierarchicalLayout)
+        splits = handle.numbers(self.ep)
+        rows = torch.tensor([splits.sent, splits.relayed])
+        rows[:, list(self.ep.nodes.beside(self.ep.rank))] += torch.tensor([splits.passed_on, splits.received])
+        return self.but_for_itself(rows)
 
     def link_bytes(self, handle: Layout, row_bytes: int) -> LinkBytes:
-        """The same as `wire_bytes`, by level: Σ over tokens of the distinct remote nodes that own their experts, and
+        """What `wire_bytes` adds up, by level: Σ over tokens of the distinct remote nodes that own their experts, and
         what is passed on or sent inside the node."""
         assert isinstance(handle, HierarchicalLayout)
         rank, (_, index) = self.ep.rank, self.ep.nodes.places[self.ep.rank]

@@ -33,7 +33,7 @@ class LocalDispatcher(Dispatcher):
         scheme: str | None = None,
         grad_scheme: str | None = None,
     ) -> Pending[ExpertInput]:
-        self.check(x, topk_ids, topk_weights, adapter_ids)
+        self.check(x, topk_ids, topk_weights, adapter_ids, layout)
         source = None
         if isinstance(x, Tensor) and torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
             x = rounded(x, None, grad_scheme)
@@ -63,6 +63,7 @@ class LocalDispatcher(Dispatcher):
         scheme: str | None = None,
         grad_scheme: str | None = None,
     ) -> Pending[Tensor]:
+        self.check_back(rows, handle, out)
         if scheme is not None or grad_scheme is not None:
             rows = rounded(self.reduced(rows), scheme, grad_scheme)
         reduced = self.reduced(rows, out)
@@ -71,5 +72,5 @@ class LocalDispatcher(Dispatcher):
     def traffic(self, num_tokens: int, top_k: int) -> Traffic:
         return Traffic(0, num_tokens, num_tokens * top_k)
 
-    def wire_bytes(self, handle: Layout, row_bytes: int) -> tuple[int, int]:
-        return 0, 0
+    def rows_by_rank(self, handle: Layout) -> Tensor:
+        return torch.zeros(2, 1, dtype=torch.int64)

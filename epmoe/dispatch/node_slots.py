@@ -18,11 +18,13 @@ from epmoe.comm.memory import STEPS, Buffer
 from epmoe.comm.symmetric import Channel, channel_for
 from epmoe.dispatch.exchange import Rows
 from epmoe.dispatch.flight import Flight
+from epmoe.dispatch.storable import half_bytes
+from epmoe.dispatch.wire import RowSpec
 from epmoe.ops._triton import use_triton
 from epmoe.ops.symmetric_configs import profile_of
 from epmoe.ops.symmetric_give_back import give_back_rows
 from epmoe.ops.symmetric_send import send_rows
-from epmoe.ops.symmetric_slots import Travelling, given_back, slot_bytes, travelling, unstorable
+from epmoe.ops.symmetric_slots import Travelling, given_back, travelling, unstorable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,16 +77,10 @@ def take_back(rows: Rows, slots: Slots, node: EPGroup, operation: str) -> Flight
     return _taken(channel, Rows(values, weights, None))
 
 
-def refusal(width: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why rows of `width` and `dtype` can't be stored to peers, with the way out; None if they can."""
-    why = unstorable(width, dtype, device)
-    return None if why is None else f"{why}; set the dispatcher's one_sided to False"
-
-
-def slots_buffer(node: EPGroup, capacity: int, message_bytes: int, back_bytes: int) -> Buffer:
+def slots_buffer(node: EPGroup, capacity: int, rows: RowSpec) -> Buffer:
     """The memory of the slots; it stays, for all layers of the group that need no more."""
-    slot = max(slot_bytes(message_bytes + 4), slot_bytes(back_bytes))
-    return Buffer("slots inside the node", Channel.nbytes(node, node.num_ranks * capacity * slot), STEPS)
+    nbytes = Channel.nbytes(node, half_bytes(rows, node.num_ranks, capacity))
+    return Buffer("slots inside the node", nbytes, STEPS)
 
 
 def _taken(channel: Channel, rows: Rows) -> Flight[Rows]:
@@ -100,6 +96,6 @@ def _taken(channel: Channel, rows: Rows) -> Flight[Rows]:
 
 
 def _channel(node: EPGroup, plan: Travelling, slots: Slots, values: Tensor, operation: str) -> Channel:
-    if (why := refusal(values.shape[1], values.dtype, values.device)) is not None:
-        raise ValueError(f"{operation}: {why}")
+    if (why := unstorable(values.shape[1], values.dtype, values.device)) is not None:
+        raise ValueError(f"{operation}: {why}; set the dispatcher's one_sided to False")
     return channel_for(node, plan.half_bytes(node.num_ranks, slots.capacity), use_triton(values))

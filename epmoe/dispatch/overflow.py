@@ -17,8 +17,9 @@ class Overflow:
     """Counts rows that found no place, for one kernel.
 
     Args:
-        policy: `raise`: an error at the host's next contact (the next call, or `check`); `chunk`: experts run in rounds
-            of at most `capacity` rows, so nothing can overflow; `drop`: rows are left out and counted in `dropped`.
+        policy: `raise`: an error at the host's next contact (the next call, `poll` or `check`; the replay of a CUDA
+            graph is none); `chunk`: experts run in rounds of at most `capacity` rows, so nothing can overflow; `drop`:
+            rows are left out and counted in `dropped`.
         capacity: places per expert, or None for as many as there are rows.
         where: names rank and layer in the error.
 
@@ -70,7 +71,9 @@ class Overflow:
             self._raise_if_seen()
 
     def poll(self) -> None:
-        """`check` of what has reached the host by now, without waiting."""
+        """`check` of what has reached the host by now, without waiting. A captured call counts as any other, but its
+        replay does not ask: who captures graphs calls this before their results leave, once they are there.
+        `EPGroup.check` is for late peers only."""
         if self.policy == "raise" and self._seen is not None:
             self._raise_if_seen()
 

@@ -28,11 +28,13 @@ from epmoe.comm.symmetric import Channel, channel_for
 from epmoe.dispatch.base import DispatcherCapabilities, ExpertInput, Layout, Pending, Traffic
 from epmoe.dispatch.exchange import ExchangeDispatcher, Extras, Flight, Rows, register_ops
 from epmoe.dispatch.reduce import ExpertOutput
+from epmoe.dispatch.storable import half_bytes, refusal
+from epmoe.dispatch.wire import RowSpec
 from epmoe.ops._triton import use_triton
 from epmoe.ops.symmetric_configs import LATENCY_TOKENS, profile_of
 from epmoe.ops.symmetric_give_back import give_back_rows
 from epmoe.ops.symmetric_send import Sent, send_rows
-from epmoe.ops.symmetric_slots import Travelling, given_back, slot_bytes, travelling, unstorable
+from epmoe.ops.symmetric_slots import Travelling, given_back, travelling, unstorable
 from epmoe.ops.symmetric_words import WORD_KINDS
 from epmoe.quant.rows import QuantizedRows, quantize_rows
 
@@ -68,6 +70,7 @@ class SymmetricDispatcher(ExchangeDispatcher):
     goes_beside_itself = True
 
     name = "symmetric"
+    layout_type = SymmetricLayout
     capabilities = DispatcherCapabilities(
         asynchronous=True, cuda_graph=True, backends=("gloo", "nccl"), max_tokens=True, reduces=True
     )
@@ -87,26 +90,17 @@ class SymmetricDispatcher(ExchangeDispatcher):
         rows = self.ep.num_ranks * self.capacity
         return Traffic(num_tokens * min(self.ep.num_ranks, top_k), rows, rows * top_k)
 
-    def memory_plan(
-        self,
-        num_tokens: int,
-        width: int,
-        dtype: torch.dtype,
-        message_bytes: int,
-        traffic: Traffic,
-        *,
-        combine_scheme: str | None = None,
-    ) -> list[Buffer]:
+    def memory_plan(self, num_tokens: int, rows: RowSpec, traffic: Traffic) -> list[Buffer]:
         """The slots are shared by all layers of the group that need no more, and stay."""
-        assert combine_scheme is None, "capabilities say that no row goes back quantized"
-        slot = max(slot_bytes(message_bytes + 4), slot_bytes(width * dtype.itemsize))
-        places = self.ep.num_ranks * self.capacity
+        assert rows.combine_scheme is None, "capabilities say that no row goes back quantized"
+        ranks, capacity = self.ep.num_ranks, self.capacity
         other = "throughput above" if self.profile == "latency" else "latency up to"
         profiles = f"{self.profile} profile ({other} {LATENCY_TOKENS} tokens per rank)"
+        came = (ranks * capacity, rows.nbytes().dispatch)
         return [
-            Buffer(f"slots, {profiles}", Channel.nbytes(self.ep, places * slot), STEPS),
-            buffer("rows received", (places, message_bytes), torch.uint8, "dispatch", "experts", "combine"),
-            buffer("output", (num_tokens, width), dtype, "combine", "sum"),
+            Buffer(f"slots, {profiles}", Channel.nbytes(self.ep, half_bytes(rows, ranks, capacity)), STEPS),
+            buffer("rows received", came, torch.uint8, "dispatch", "experts", "combine"),
+            buffer("output", (num_tokens, rows.width), rows.dtype, "combine", "sum"),
         ]
 
     @property
@@ -117,8 +111,8 @@ class SymmetricDispatcher(ExchangeDispatcher):
     def quantizes_in_flight(self, dtype: torch.dtype) -> bool:
         return dtype.itemsize == 2  # nothing in the launch takes wider words apart
 
-    def row_refusal(self, width: int, dtype: torch.dtype) -> str | None:
-        why = unstorable(width, dtype, self.owner.device)
+    def row_refusal(self, rows: RowSpec) -> str | None:
+        why = refusal(rows, self.num_dispatchers, self.capacity, self.owner.device)
         return None if why is None else f"layer {self.layer!r}: {why}; use dispatcher='all_to_all'"
 
     def make_layout(self, topk_ids: Tensor) -> SymmetricLayout:
@@ -180,7 +174,9 @@ class SymmetricDispatcher(ExchangeDispatcher):
         grad_scheme: str | None = None,
     ) -> Pending[ExpertInput]:
         """As `Dispatcher.dispatch_async`; `scheme` quantizes 16-bit rows while they are sent, in the same launch."""
-        layout = None if layout is None else self._as_launched_now(layout)
+        if layout is not None:
+            self.check_layout("layout", layout)
+            layout = self._as_launched_now(layout)
         wants_gradient = torch.is_grad_enabled() and (
             topk_weights.requires_grad or (isinstance(x, Tensor) and x.requires_grad)
         )
@@ -190,7 +186,7 @@ class SymmetricDispatcher(ExchangeDispatcher):
         if scheme is not None and not isinstance(x, QuantizedRows):
             if not self.quantizes_in_flight(x.dtype):
                 x, scheme = quantize_rows(x, scheme), None
-        self.check(x, topk_ids, topk_weights, adapter_ids)
+        self.check(x, topk_ids, topk_weights, adapter_ids, layout)
         made = layout if layout is not None else self.make_layout(topk_ids)
         values, words, extras = Extras.join(topk_ids, adapter_ids, x)
         sent, arrive = _send(
@@ -213,6 +209,7 @@ class SymmetricDispatcher(ExchangeDispatcher):
         grad_scheme: str | None = None,
     ) -> Pending[Tensor]:
         assert scheme is None and grad_scheme is None, "capabilities say that no row goes back quantized"
+        self.check_back(rows, handle, out)
         output = rows if isinstance(rows, ExpertOutput) else ExpertOutput(rows)
         handle = self._as_launched_now(handle)
         wants_gradient = torch.is_grad_enabled() and (
@@ -224,15 +221,14 @@ class SymmetricDispatcher(ExchangeDispatcher):
         back, arrive = _give_back(output, None, handle, self.ep, f"layer {self.layer!r}, combine", out)
         return Pending(lambda: (arrive(), back.values)[1], arrive)
 
-    def wire_bytes(self, handle: Layout, row_bytes: int) -> tuple[int, int]:
+    def rows_by_rank(self, handle: Layout) -> Tensor:
         assert isinstance(handle, SymmetricLayout) and handle.came is not None, "after dispatch"
-        others = [r for r in range(self.ep.num_ranks) if r != self.ep.rank]
-        ids = handle.topk_ids
+        ids, ranks = handle.topk_ids, torch.arange(self.ep.num_ranks, device=self.owner.device)
         known = (ids >= 0) & (ids < handle.owner.shape[0])
         owner = torch.where(known, handle.owner[torch.where(known, ids, 0).long()], -1)
-        sent = sum(int((owner == r).any(1).sum()) for r in others)
-        came = (handle.came >= 0).any(1).view(self.ep.num_ranks, self.capacity)
-        return sent * row_bytes, int(came[others].sum()) * row_bytes
+        sent = (owner[:, :, None] == ranks).any(1).sum(0)
+        came = (handle.came >= 0).any(1).view(self.ep.num_ranks, self.capacity).sum(1)
+        return self.but_for_itself(torch.stack([sent, came]))
 
 
 def _channel(ep: EPGroup, plan: Travelling, layout: SymmetricLayout, values: Tensor, operation: str) -> Channel:

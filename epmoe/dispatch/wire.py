@@ -11,11 +11,13 @@ Values and the words beside them each end at a multiple of 16 bytes. A row of H 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
 
 from epmoe.comm.memory import Buffer, Step, buffer
+from epmoe.config import MoEConfig
 from epmoe.ops.pack_rows import row_layout
 from epmoe.quant.rows import row_dtype, scales_per_row
 
@@ -50,7 +52,7 @@ def row_bytes(
     Raises:
         ValueError: an unknown scheme, or a width below 1.
     """
-    weight_words = top_k * (2 if dtype == torch.float64 else 1)
+    weight_words = top_k * words_per_weight(dtype)
 
     def message(quantized: str | None, words: int) -> int:
         if quantized is None:
@@ -63,6 +65,62 @@ def row_bytes(
         message(grad_scheme, 0),
         message(grad_scheme, weight_words),
     )
+
+
+def words_per_weight(dtype: torch.dtype) -> int:
+    """32-bit words of a router weight beside rows of `dtype`: weights are float32, beside float64 rows float64."""
+    return 2 if dtype == torch.float64 else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSpec:
+    """What a layer's rows are on their way: all that is known of them before a token exists.
+
+    Attributes:
+        width: H, as the experts see it.
+        dtype: of rows that travel wide, and of what the experts give.
+        top_k: K; 1 where it is not known.
+        scheme, combine_scheme, grad_scheme: of rows sent, of rows of combine, of gradients in both directions.
+        quantized_before: rows come to dispatch in `scheme` already, as those of a fixed scale do.
+    """
+
+    width: int
+    dtype: torch.dtype
+    top_k: int = 1
+    scheme: str | None = None
+    combine_scheme: str | None = None
+    grad_scheme: str | None = None
+    quantized_before: bool = False
+
+    @classmethod
+    def of(cls, config: MoEConfig, dtype: torch.dtype) -> RowSpec:
+        """Those of a layer of this configuration."""
+        quant = config.quant
+        return cls(
+            config.expert_hidden_size,
+            dtype,
+            config.top_k,
+            config.row_scheme,
+            None if quant is None else quant.combine,
+            None if quant is None else quant.gradients,
+            quant is not None and quant.scales == "static",
+        )
+
+    @property
+    def back_schemes(self) -> str:
+        """The schemes of what goes back, by name; "" where all of it is wide."""
+        named = {"combine_scheme": self.combine_scheme, "grad_scheme": self.grad_scheme}
+        return ", ".join(f"{name}={scheme!r}" for name, scheme in named.items() if scheme is not None)
+
+    @property
+    def weight_words(self) -> int:
+        """32-bit words of a row's router weights."""
+        return self.top_k * words_per_weight(self.dtype)
+
+    def nbytes(self, *, adapters: bool = False) -> RowBytes:
+        """The bytes of a row in the four movements."""
+        schemes = {"scheme": self.scheme, "combine_scheme": self.combine_scheme, "grad_scheme": self.grad_scheme}
+        return row_bytes(self.width, self.dtype, self.top_k, adapters=adapters, **schemes)
 
 
 def narrowed_buffers(name: str, rows: int, width: int, scheme: str, *steps: Step) -> list[Buffer]:

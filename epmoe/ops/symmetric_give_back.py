@@ -130,7 +130,7 @@ def _give_back_kernel(
     let_next_start(NEXT_EARLY)
     pid = tl.program_id(0)
     epoch = tl.load(clock + pid)
-    turn, stamp = turn_of(epoch)
+    turn, stamp = turn_of(epoch, code)
     own = peers[RANK]
     base = control_words + turn.to(tl.int64) * half_words
     OTHERS: tl.constexpr = R - 1 if R > 1 else 1
@@ -305,7 +305,7 @@ def give_back_reference(
             slots = channel.half(r, turn).narrow(0, rank * capacity * slot_bytes, capacity * slot_bytes)
             theirs = slice(r * capacity, (r + 1) * capacity)
             slots.view(capacity, slot_bytes)[:, :size][here[theirs]] = message[theirs][here[theirs]]
-        channel.announce(0)
+        channel.announce(0, code)
         sums = [torch.zeros(M, t.shape[1], dtype=torch.promote_types(t.dtype, torch.float32)) for t in parts]
         for r in range(R):
             if r != rank:

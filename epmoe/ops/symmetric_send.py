@@ -81,7 +81,7 @@ def _send_kernel(
     let_next_start(NEXT_EARLY)
     pid = tl.program_id(0)
     epoch = tl.load(clock + pid)
-    turn, stamp = turn_of(epoch)
+    turn, stamp = turn_of(epoch, code)
     own = peers[RANK]
     base = control_words + turn.to(tl.int64) * half_words
     RECORD: tl.constexpr = 1 + IDS + WEIGHTS if IDS + WEIGHTS > 0 else 0
@@ -326,7 +326,7 @@ def send_rows_reference(
             message = torch.cat(sent, dim=1)
             slots = channel.half(r, turn).narrow(0, rank * capacity * slot, M * slot).view(M, slot)
             slots[:, : message.shape[1]] = message
-        channel.announce(M)
+        channel.announce(M, code)
         for source in range(R):
             count = M if source == rank else channel.announced(source, code)
             row = source * capacity

@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from epmoe.comm.symmetric import CLOCKS, COUNT_BITS, EMPTY, STAMPS
+from epmoe.comm.symmetric import CLOCKS, COUNT_BITS, EMPTY, OPERATION_BITS, TURNS
 from epmoe.ops._triton import HAVE_TRITON, INTERPRET, cast_from_float32, jit, tl
 from epmoe.ops.quantize import magnitude_bits, round_scaled, scale_of
 
@@ -31,7 +31,9 @@ if HAVE_TRITON:
     _CLOCKS = tl.constexpr(CLOCKS)
     _COUNT_BITS = tl.constexpr(COUNT_BITS)
     _COUNT_MASK = tl.constexpr((1 << COUNT_BITS) - 1)
-    _STAMPS = tl.constexpr(STAMPS)
+    _TURNS = tl.constexpr(TURNS)
+    _OPERATION_BITS = tl.constexpr(OPERATION_BITS)
+    _OPERATION_MASK = tl.constexpr((1 << OPERATION_BITS) - 1)
     _EMPTY = tl.constexpr(EMPTY)
     _ESCAPED = tl.constexpr(-(2**31) + 1)  # stands for a whole number that is -1
     _NAN = tl.constexpr(0x7FFFFFFF)  # NaN in fp32, bf16, fp16 and e4m3
@@ -269,9 +271,9 @@ def await_peers(control, stamp, turn, limit_us, fault, dead, code, RANK: tl.cons
 
 
 @jit
-def turn_of(epoch):
-    """(the half that operation `epoch` uses, its stamp)."""
-    return epoch & 1, epoch % _STAMPS
+def turn_of(epoch, code):
+    """(the half that turn `epoch` uses, the stamp of operation `code` in it); see `comm.symmetric.stamp_of`."""
+    return epoch & 1, ((epoch % _TURNS) << _OPERATION_BITS) | (code & _OPERATION_MASK)
 
 
 @jit

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import _autograd
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
@@ -43,12 +44,12 @@ class ThreadState:
 
     Args:
         device: whose autocast, stream and random generator count.
-        randomness: include the random generator; on CPU that costs a copy of its 5 kB.
+        randomness: include the random generators, the device's and the host's; the latter costs a copy of its 5 kB.
     """
 
     __slots__ = (
-        *("any_autocast", "autocast", "cached", "device", "dtype", "generator", "grad", "hooks", "index", "inference"),
-        *("kind", "raw_stream", "stream"),
+        *("any_autocast", "autocast", "cached", "cuda_generator", "device", "dtype", "generator", "grad", "hooks"),
+        *("index", "inference", "kind", "raw_stream", "stream"),
     )
 
     def __init__(self, device: torch.device, randomness: bool) -> None:
@@ -58,7 +59,8 @@ class ThreadState:
             self.index = torch.cuda.current_device() if device.index is None else device.index
         self.raw_stream, self.stream = 0, None
         self.inference = _inference()
-        self.generator: Any = None
+        self.generator: Tensor | None = None  # of the host
+        self.cuda_generator: Any = None
         self.hooks: list[Any] | None = None
         self._look_at_autocast()
         self.look(randomness)
@@ -81,8 +83,9 @@ class ThreadState:
             if raw != self.raw_stream:
                 self.raw_stream, self.stream = raw, torch.cuda.current_stream(self.index)
         if randomness:
-            cuda = self.kind == "cuda"
-            self.generator = _cuda_generator(self.device).graphsafe_get_state() if cuda else torch.get_rng_state()
+            self.generator = torch.get_rng_state()
+            if self.kind == "cuda":
+                self.cuda_generator = _cuda_generator(self.device).graphsafe_get_state()
         if _top_hooks(False) is not None:
             self.hooks = _take_hooks()
             _put_hooks(self.hooks)
@@ -100,7 +103,9 @@ class ThreadState:
             and self.grad is left.grad
             and self.raw_stream == left.raw_stream
             and not (self.any_autocast or left.any_autocast)
-            and self.hooks is left.hooks is self.generator is None
+            and self.hooks is None
+            and left.hooks is None
+            and self.generator is None
         ):
             return
         if _grad() is not self.grad:
@@ -117,22 +122,20 @@ class ThreadState:
             assert self.stream is not None
             torch.cuda.set_stream(self.stream)
         if self.generator is not None:
-            if self.kind == "cuda":
-                _cuda_generator(self.device).graphsafe_set_state(self.generator)
-            else:
-                torch.set_rng_state(self.generator)
+            torch.set_rng_state(self.generator)
+        if self.cuda_generator is not None:
+            _cuda_generator(self.device).graphsafe_set_state(self.cuda_generator)
         if self.hooks is not None or _top_hooks(False) is not None:
             _take_hooks()
             _put_hooks(self.hooks or [])
 
     def with_seed(self, seed: int) -> ThreadState:
-        """The same, with a random generator of its own."""
+        """The same, with random generators of its own."""
         made = copy.copy(self)
+        made.generator = torch.Generator().manual_seed(seed).get_state()
         if self.kind == "cuda":
-            made.generator = _cuda_generator(self.device).clone_state()
-            made.generator.manual_seed(seed)
-        else:
-            made.generator = torch.Generator().manual_seed(seed).get_state()
+            made.cuda_generator = _cuda_generator(self.device).clone_state()
+            made.cuda_generator.manual_seed(seed)
         return made
 
 

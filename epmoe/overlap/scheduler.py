@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from epmoe.checks import check_bool, check_int, check_kind, require
 from epmoe.comm import EPGroup
 from epmoe.comm.recording import recording
 from epmoe.overlap.microbatch import HAVE_GREENLET, Microbatch, ThreadState, current_microbatch
+from epmoe.overlap.splitting import Splitting, split_like
 
 Phase = Literal["prefill", "decode"]
 _CLEANUP_YIELDS = 8  # how often a microbatch may yield in its cleanup
@@ -48,6 +50,10 @@ class MinTokens:
     prefill: int = 32768
     decode: int = 32768
 
+    def __post_init__(self) -> None:
+        for phase in get_args(Phase):
+            check_int(f"MinTokens.{phase}", getattr(self, phase), 0)
+
 
 def run_microbatched(
     fn: Callable[..., Any],
@@ -57,7 +63,7 @@ def run_microbatched(
     merge: Callable[[list[Any]], Any] | None = None,
     ep: EPGroup | None = None,
     phase: Phase = "prefill",
-    min_tokens: MinTokens | int | None = None,
+    min_tokens: MinTokens | int | Literal["auto"] | None = None,
     interleave: bool = True,
     randomness: bool | None = None,
 ) -> Any:
@@ -72,27 +78,37 @@ def run_microbatched(
         merge: joins the parts' results; None: tensors are concatenated along their first dimension.
         ep: agree with its ranks before running: that all split into as many parts, and whether the batch is worth it.
             One small exchange that the host waits for; skipped while a CUDA graph is captured, where all ranks count
-            as having as many tokens as this one. None: nobody is asked, and `min_tokens` counts this rank's tokens.
+            as having as many tokens as this one. None: the first layer inside compares the number of parts, once; with
+            layers on several ranks `min_tokens` needs it.
         phase: which of `min_tokens` counts.
-        min_tokens: see `MinTokens`; a number serves both phases; None: always split.
+        min_tokens: see `MinTokens`, which "auto" stands for; a number serves both phases; None: always split.
         interleave: False runs the parts one after another: the same bits, nothing overlaps.
         randomness: give each part a random generator of its own, seeded from torch's default one, so that interleaving
             changes no dropout; None: while gradients are recorded.
 
-    Under FSDP2 use `reshard_after_forward=False`: a part that ends would take away weights that another is using.
+    Under FSDP2 use `reshard_after_forward=False`: a part that ends would take away weights that another is using, which
+    is an error that says so.
 
     Raises:
-        ValueError: sizes that do not fit, a call inside another, or ranks that disagree on the number of parts.
+        ValueError: sizes that do not fit, a call inside another, ranks that disagree on the number of parts, or
+            `min_tokens` without `ep` around layers on several ranks.
         Exception: what a part raised; the other parts are ended.
     """
     if not HAVE_GREENLET:
         raise ValueError("run_microbatched needs the package greenlet: pip install greenlet")
     if current_microbatch() is not None:
         raise ValueError("run_microbatched inside run_microbatched: split once, at the outermost call")
+    if split is not None:
+        require(isinstance(split, Sequence) and not isinstance(split, str), "split", split, "the sizes of the parts")
+        for part, size in enumerate(split):
+            check_int(f"split[{part}]", size, 0)
     if num_microbatches is None:
         num_microbatches = len(split) if split is not None else 2
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches={num_microbatches}: must be at least 1")
+    check_int("num_microbatches", num_microbatches)
+    check_bool("interleave", interleave)
+    check_bool("randomness", randomness, or_none=True)
+    check_kind("ep", ep, (EPGroup, type(None)), "the layers' EPGroup, or None")
+    require(callable(fn), "fn", fn, "a callable: run_microbatched(fn, *inputs)")
     if phase not in get_args(Phase):
         raise ValueError(f"phase={phase!r}: must be {' or '.join(get_args(Phase))}")
     leaves, spec = pytree.tree_flatten(inputs)
@@ -100,11 +116,14 @@ def run_microbatched(
     if first is None:
         raise ValueError("no input is a tensor with a batch dimension: there is nothing to split")
     batch = first.shape[0]
+    limit = _limit(min_tokens, phase)
     # before a size that is wrong here alone: other ranks wait for this one
-    worth = _worth_splitting(first, num_microbatches, ep, phase, min_tokens)
+    worth = _worth_splitting(first, num_microbatches, ep, limit)
     sizes = _sizes(batch, num_microbatches, split)
+    splitting = Splitting(num_microbatches, limit, agreed=ep is not None)
     if not worth:
-        return fn(*pytree.tree_unflatten([_bare(leaf) for leaf in leaves], spec))
+        with split_like(splitting):
+            return fn(*pytree.tree_unflatten([_bare(leaf) for leaf in leaves], spec))
 
     parts: list[list[Any]] = [[] for _ in sizes]
     for leaf in leaves:
@@ -113,7 +132,8 @@ def run_microbatched(
             part.append(piece)
     arguments = [pytree.tree_unflatten(part, spec) for part in parts]
     own_generators = torch.is_grad_enabled() if randomness is None else randomness
-    results = _run(fn, arguments, first.device, interleave, own_generators)
+    with split_like(splitting):
+        results = _run(fn, arguments, first.device, interleave, own_generators)
     return (merge or concatenate)(results)
 
 
@@ -162,15 +182,19 @@ def _sizes(batch: int, parts: int, split: Sequence[int] | None) -> list[int]:
     return list(split)
 
 
-def _worth_splitting(
-    first: Tensor, parts: int, ep: EPGroup | None, phase: Phase, min_tokens: MinTokens | int | None
-) -> bool:
-    """Whether all ranks split; every rank gets the same answer, or the same error."""
-    limit = 0
+def _limit(min_tokens: MinTokens | int | str | None, phase: Phase) -> int:
+    """Tokens per rank below which a batch runs unsplit."""
+    if min_tokens == "auto":
+        min_tokens = MinTokens()
     if isinstance(min_tokens, MinTokens):
-        limit = min_tokens.prefill if phase == "prefill" else min_tokens.decode
-    elif min_tokens is not None:
-        limit = min_tokens
+        min_tokens = min_tokens.prefill if phase == "prefill" else min_tokens.decode
+    if isinstance(min_tokens, bool) or not isinstance(min_tokens, int | None) or (min_tokens or 0) < 0:
+        raise ValueError(f"min_tokens={min_tokens!r}: must be 'auto', a MinTokens, a number of tokens, or None")
+    return min_tokens or 0
+
+
+def _worth_splitting(first: Tensor, parts: int, ep: EPGroup | None, limit: int) -> bool:
+    """Whether all ranks split; every rank gets the same answer, or the same error."""
     tokens = first.shape[:-1].numel() if first.is_floating_point() else first.numel()
     capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
     if ep is None or capturing:
@@ -227,6 +251,13 @@ def _run(
                     left = microbatch.state
                     if interleave:
                         break
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" in str(error):
+            raise RuntimeError(
+                "a part of run_microbatched met weights that FSDP2 had sharded again when another part ended: use "
+                "fully_shard(..., reshard_after_forward=False)"
+            ) from error
+        raise
     finally:
         _end(waiting)
         before.restore()

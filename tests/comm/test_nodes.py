@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from epmoe import EPGroup
+from epmoe import EPGroup, PeerError
 from epmoe.comm.nodes import Nodes, declared_labels
+from epmoe.comm.symmetric import unreachable
 from epmoe.testing import RankFailed, run_ranks
 
 
@@ -67,3 +71,31 @@ def disagree(rank: int, ranks: int) -> None:
 def test_ranks_that_declare_different_nodes_are_told_so() -> None:
     with pytest.raises(RankFailed, match=r"rank . declares nodes .*, rank . declares .*: make nodes= or EPMOE_RANKS"):
         run_ranks(disagree, 2)
+
+
+def leaves(rank: int, ranks: int) -> list[str]:
+    """Rank 1 takes no part; the process group's own deadline is that of run_ranks."""
+    said = []
+    for _ in range(2 if rank == 0 else 0):
+        ep = EPGroup(dist.group.WORLD, device="cpu", timeout=1)
+        started = time.monotonic()
+        with pytest.raises(PeerError) as late:
+            _ = ep.nodes if not said else unreachable(ep)
+        assert time.monotonic() - started < 15, "not at the deadline"
+        said.append(str(late.value))
+    return said
+
+
+def test_a_rank_that_does_not_say_where_it_is_is_missed_within_the_deadline() -> None:
+    (nodes, memory), _ = run_ranks(leaves, 2, timeout=60)
+    assert "rank 0 of 2" in nodes and "which ranks share a node" in nodes
+    assert "whether ranks reach each other's memory" in memory
+
+
+def gathered(rank: int, ranks: int) -> object:
+    return EPGroup().gather({"rank": rank, "text": "x" * 1000 * rank}, "a test")
+
+
+def test_what_ranks_tell_each_other_may_be_of_any_size() -> None:
+    want = [{"rank": rank, "text": "x" * 1000 * rank} for rank in range(3)]
+    assert run_ranks(gathered, 3) == [want] * 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import epmoe.comm.symmetric as symmetric
-from epmoe import EPGroup
+from epmoe import EPGroup, PeerError
 from epmoe.comm.symmetric import EMPTY, Channel, channel_for, unreachable
 from epmoe.testing import RankFailed, run_ranks
 
@@ -103,6 +104,23 @@ def test_ranks_that_disagree_at_the_first_operation_learn_in_what() -> None:
         run_ranks(first_operations_differ, 2)
 
 
+def one_compiles_longer(rank: int, ranks: int) -> str:
+    ep = EPGroup(timeout=1)
+    channel = channel_for(ep, 100, words=True)
+    channel.meet("send", {}, lambda: time.sleep(2.5 * rank))
+    symmetric.COMPILING = 1.5
+    if rank == 1:
+        return ""
+    with pytest.raises(PeerError) as failure:
+        channel.meet("give back", {}, lambda: None)
+    return str(failure.value)
+
+
+def test_the_first_operation_waits_for_a_peer_that_compiles_beyond_the_deadline() -> None:
+    message, _ = run_ranks(one_compiles_longer, 2)
+    assert "give back over symmetric memory" in message and "ranks [1] have not come (limit 1.5 s)" in message
+
+
 def failed_wait(rank: int, ranks: int) -> str:
     channel = channel_for(EPGroup(timeout=30), 100, words=True)
     channel.begin("layer 'a', dispatch")
@@ -137,15 +155,15 @@ def wakes_up(rank: int, ranks: int) -> list[int]:
     """Twins: counts announced in many turns, each rank late in turns."""
     channel = channel_for(EPGroup(timeout=30), 100, words=False)
     heard = []
-    for n in range(6):
+    for n in range(12):
         if n % ranks == rank:
             torch.rand(200, 200).mm(torch.rand(200, 200))
         with channel.one_turn():
-            channel.announce(100 * n + rank)
+            channel.announce(100 * n + rank, 0)
             heard += [channel.announced(peer, 0) for peer in range(ranks) if peer != rank]
     return heard
 
 
 def test_each_turn_hears_that_turns_counts() -> None:
     for rank, heard in enumerate(run_ranks(wakes_up, 3)):
-        assert heard == [100 * n + peer for n in range(6) for peer in range(3) if peer != rank]
+        assert heard == [100 * n + peer for n in range(12) for peer in range(3) if peer != rank]

@@ -138,14 +138,20 @@ def expected(
     return (out, *totals)
 
 
-def check(by_rank: list[dict[str, Gradients]], want: dict[bool, Gradients], most: float) -> None:
+def check(by_rank: list[dict[str, Gradients]], want: dict[bool, Gradients], most: float, median: bool = False) -> None:
+    """Relative errors: of all, or in the median over rows and experts, where one token's may be any number: a sum that
+    cancels, or an activation near its bend, makes more of what rounding does to a row."""
     for name in by_rank[0]:
         parts = [results[name] for results in by_rank]
         wanted = want["batched +" not in name and "+ batched" not in name]
         assert len(parts[0]) == len(wanted)
         for n, (got, right) in enumerate(zip(zip(*parts, strict=True), wanted, strict=True)):
             joined = torch.cat(got).double()
-            assert (joined - right).norm() <= most * right.norm(), (name, n)
+            if not median:
+                assert (joined - right).norm() <= most * right.norm(), (name, n)
+                continue
+            off, size = ((t.flatten(1)).norm(dim=1) for t in (joined - right, right))
+            assert (off[size > 0] / size[size > 0]).median() <= most, (name, n)
 
 
 @pytest.mark.parametrize(("ranks", "scheme"), [*((1, s) for s in ROW_SCHEMES), (3, "fp8_block"), (3, "int8_row")])
@@ -155,7 +161,7 @@ def test_dispatch_in_eight_bits_trains_as_float64_of_the_rounded_rows_does(ranks
     check(by_rank, {bias: expected(ranks, seed, bias, scheme) for bias in (True, False)}, 2e-5)
     # A row of e4m3 is up to 3.6 % off. With a loss of squares a weight's gradient holds the row twice in dout (through
     # both products), once in dh and once as itself: four times that, and every token weighs in by its square.
-    check(by_rank, {bias: expected(ranks, seed, bias, None) for bias in (True, False)}, 4 * 0.036)
+    check(by_rank, {bias: expected(ranks, seed, bias, None) for bias in (True, False)}, 4 * 0.036, True)
 
 
 @pytest.mark.parametrize("scheme", ["fp8_block", "int8_row"])
@@ -167,7 +173,7 @@ def test_gradients_and_combine_in_eight_bits_round_each_row_where_it_travels(
     assert len(by_rank[0]) == (len(EXPERTS) - 1) * (1 if ranks == 1 else len(BACK) - 1)
     # a number next to a tie may be rounded to the other side in fp32
     check(by_rank, {bias: expected(ranks, seed, bias, scheme, scheme, scheme) for bias in (True, False)}, 5e-3)
-    check(by_rank, {bias: expected(ranks, seed, bias, None) for bias in (True, False)}, 0.15)
+    check(by_rank, {bias: expected(ranks, seed, bias, None) for bias in (True, False)}, 0.15, True)
 
 
 def test_rows_of_combine_keep_their_precision_whatever_their_magnitude(seed: int) -> None:

@@ -3,8 +3,10 @@ that are slow, late or dead. Real processes whose buffers are shared memory."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from epmoe.dispatch.all_to_all import AllToAllDispatcher
 from epmoe.dispatch.base import Dispatcher, ExpertInput
 from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
 from epmoe.dispatch.symmetric import SymmetricDispatcher
+from epmoe.dispatch.wire import RowSpec
 from epmoe.experts import ExpertsSpec
 from epmoe.experts.grouped import GroupedExperts
 from epmoe.kernel import MoEKernel
@@ -320,15 +323,15 @@ def test_ranks_with_other_capacities_learn_it_at_the_first_dispatch() -> None:
 def planned(rank: int, ranks: int) -> None:
     ep = EPGroup(timeout=30)
     d = make(SymmetricDispatcher, ep)
-    plan = d.memory_plan(C, H, torch.bfloat16, H * 2 + 8 * K, d.traffic(C, K))
+    plan = d.memory_plan(C, RowSpec(H, torch.bfloat16, K), d.traffic(C, K))
     assert not ep.channels, "nothing is allocated for a plan"
     d.combine(d.dispatch(*batch(rank, 1)).x, d.dispatch(*batch(rank, 1)).handle)
     (channel,) = ep.channels
     assert plan[0].name == "slots, latency profile (throughput above 1024 tokens per rank)"
-    assert channel.buffers[rank].numel() <= plan[0].nbytes < 2 * channel.buffers[rank].numel()
+    assert channel.buffers[rank].numel() == plan[0].nbytes
     for capacity, profile in ((1024, "latency"), (1025, "throughput"), (8192, "throughput")):
         large = make(SymmetricDispatcher, ep, capacity=capacity)
-        slots, rows, _ = large.memory_plan(capacity, H, torch.bfloat16, H * 2 + 8 * K, large.traffic(capacity, K))
+        slots, rows, _ = large.memory_plan(capacity, RowSpec(H, torch.bfloat16, K), large.traffic(capacity, K))
         assert large.profile == profile and slots.name.startswith(f"slots, {profile} profile")
         # two halves, a slot for every token of every rank: values, ids, weights, and whether it is here
         assert slots.nbytes >= 2 * ranks * capacity * (H * 2 + 8 * K + 4) and rows.nbytes >= ranks * capacity * H * 2
@@ -386,11 +389,13 @@ def one_rank_fails(rank: int, ranks: int, mode: str, how: str) -> str:
     started = time.monotonic()
     try:
         rows = d.dispatch(*batch(rank, 2))
+        if rank == 1 and how == "elsewhere":
+            d.dispatch(*batch(rank, 3))
         d.combine(rows.x, rows.handle)
+        if how == "elsewhere":
+            d.dispatch(*batch(rank, 3))
     except PeerError as error:
         assert 0.9 < time.monotonic() - started < 7.0, "not at the deadline"
-        if how == "dies":
-            raise RuntimeError(f"as it should: {error}") from error
         return str(error)
     return "well"
 
@@ -402,7 +407,32 @@ def test_a_late_rank_is_an_error_that_says_who_waited_for_whom(mode: str) -> Non
         assert part in message
 
 
-def test_the_death_of_a_rank_does_not_hang_the_others() -> None:
-    with pytest.raises(RankFailed) as failure:
-        run_ranks(one_rank_fails, 3, args=("triton", "dies"), timeout=60)
-    assert failure.value.rank == 1 and failure.value.kind == "exit code 7"
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_at_another_operation_delivers_nothing_but_an_error(mode: str) -> None:
+    """Its dispatch is not taken for the others' combine: on both sides the first operation that differs fails."""
+    messages = run_ranks(one_rank_fails, 2, args=(mode, "elsewhere"), timeout=60)
+    for message, operation, peer in zip(messages, ("combine", "dispatch"), (1, 0), strict=True):
+        assert f"{operation}: rank {peer} has not delivered" in message and "is at another operation" in message
+
+
+def survive(rank: int, ranks: int, store: str, heard: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    heard.put(one_rank_fails(rank, ranks, "triton", "dies"))
+
+
+def test_the_death_of_a_rank_does_not_hang_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of their own: those of `run_ranks` are ended as soon as one of them dies."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    context = multiprocessing.get_context("spawn")
+    heard = context.Queue()
+    processes = [context.Process(target=survive, args=(r, 2, str(tmp_path / "store"), heard)) for r in range(2)]
+    for process in processes:
+        process.start()
+    message = heard.get(timeout=90)
+    for process in processes:
+        process.join(30)
+    ended = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert ended == [0, 7]
+    assert "rank 0 of 2" in message and "rank 1 has not delivered" in message

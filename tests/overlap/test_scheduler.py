@@ -61,7 +61,7 @@ def same(results: list[Any]) -> bool:
 def over_ranks(rank: int, ranks: int, seed: int) -> list[bool]:
     ep = EPGroup(timeout=60)
     equal = []
-    for dispatcher in ("all_to_all", "all_gather", "all_to_all_fixed"):
+    for dispatcher in ("all_to_all", "all_gather", "all_to_all_fixed", "symmetric"):
         torch.manual_seed(seed)
         block = Block(ep, dispatcher, dropout=0.5)
         tokens = [7, 1, 0][rank]  # the second part of a rank with one token, and both of one without, are empty
@@ -79,7 +79,7 @@ def over_ranks(rank: int, ranks: int, seed: int) -> list[bool]:
 
 
 def test_interleaved_and_one_after_another_are_the_same_bits_over_ranks_forward_and_backward(seed: int) -> None:
-    assert run_ranks(over_ranks, 3, args=(seed,), timeout=120) == [[True] * 12] * 3
+    assert run_ranks(over_ranks, 3, args=(seed,), timeout=120) == [[True] * 16] * 3
 
 
 @pytest.mark.parametrize("split", [None, [5, 2], [0, 7], [7, 0]])
@@ -257,6 +257,11 @@ def test_mistakes_name_what_to_change() -> None:
         (lambda: run_microbatched(lambda x: x, x, split=[1, 2]), r"split=\[1, 2\]: must be 2 sizes >= 0.*batch, 4"),
         (lambda: run_microbatched(lambda x: x, x, phase="prefil"), "phase='prefil': must be prefill or decode"),
         (lambda: run_microbatched(lambda x: x, x, num_microbatches=0), "num_microbatches=0"),
+        (
+            lambda: run_microbatched(lambda x: x, x, min_tokens="always"),
+            "min_tokens='always': must be 'auto', a MinTokens",
+        ),
+        (lambda: run_microbatched(lambda x: x, x, min_tokens=-1), "min_tokens=-1: must be"),
         (lambda: run_microbatched(lambda x: x, 3), "nothing to split"),
         (lambda: run_microbatched(lambda x: x.mean(), x), "without dimensions.*merge="),
         (lambda: run_microbatched(lambda x: run_microbatched(lambda y: y, x), x), "outermost"),
@@ -286,14 +291,15 @@ def unsplit_when_small(rank: int, ranks: int) -> list[bool]:
         split.append(current_microbatch() is not None)
         return x
 
-    for tokens, limit, phase in ((3, 5, "prefill"), (3, 4, "prefill"), (3, MinTokens(100, 4), "decode")):
+    cases = ((3, 5, "prefill"), (3, 4, "prefill"), (3, MinTokens(100, 4), "decode"), (3, "auto", "decode"))
+    for tokens, limit, phase in cases:
         run_microbatched(fn, torch.zeros(tokens + 2 * rank, 2), ep=ep, min_tokens=limit, phase=phase)  # type: ignore[arg-type]
     return split
 
 
 def test_all_ranks_agree_on_whether_the_batch_is_worth_it() -> None:
     # 3 and 5 tokens: fewer than 5 per rank, not fewer than 4
-    assert run_ranks(unsplit_when_small, 2, timeout=60) == [[False, True, True, True, True]] * 2
+    assert run_ranks(unsplit_when_small, 2, timeout=60) == [[False, True, True, True, True, False]] * 2
 
 
 def disagree(rank: int, ranks: int) -> None:
@@ -303,6 +309,61 @@ def disagree(rank: int, ranks: int) -> None:
 def test_ranks_that_split_differently_are_told_so() -> None:
     with pytest.raises(RankFailed, match=r"num_microbatches differs between ranks, \[2, 3\]"):
         run_ranks(disagree, 2, timeout=60)
+
+
+def disagree_unasked(rank: int, ranks: int) -> list[str]:
+    """Without `ep=`: ranks of layers inside, by every dispatcher; one of them does not split at all."""
+    x, told = torch.randn(4, H), []
+    for dispatcher in ("all_to_all", "all_to_all_fixed", "symmetric", "all_gather"):
+        for parts in ((2, 3), (2, 1)):
+            block = Block(EPGroup(timeout=30), dispatcher=dispatcher)
+            with pytest.raises(ValueError) as failure:
+                run_microbatched(block, x, num_microbatches=parts[rank])
+            told.append(str(failure.value).partition("; ")[2])
+            run_microbatched(block, x)  # the group is as good as before
+            with pytest.raises(ValueError, match=r"min_tokens=3\) around a layer on 2 ranks .* pass ep="):
+                run_microbatched(block, x, min_tokens=3)
+    return told
+
+
+def test_ranks_that_split_differently_are_told_so_by_the_first_layer() -> None:
+    for told in run_ranks(disagree_unasked, 2, timeout=90):
+        told = [text.partition("num_microbatches: ")[2] for text in told]
+        assert told == ["rank 0 has 2, rank 1 has 3", "rank 0 has 2, rank 1 has 1"] * 4
+
+
+def resharded(rank: int, ranks: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    block = Block(EPGroup(timeout=30))
+    experts = {p for moe in block.moes for p in moe.expert_parameters().values()}  # type: ignore[operator]
+    fully_shard(block.maps[1], mesh=init_device_mesh("cpu", (ranks,)), reshard_after_forward=True)
+    fully_shard(block, mesh=init_device_mesh("cpu", (ranks,)), ignored_params=experts, reshard_after_forward=True)
+    run_microbatched(lambda x: block.moes[1](block.maps[1](x)), torch.randn(4, H))
+
+
+def test_weights_that_fsdp_takes_away_from_a_part_are_explained() -> None:
+    with pytest.raises(RankFailed, match=r"use\s+fully_shard\(\.\.\., reshard_after_forward=False\)"):
+        run_ranks(resharded, 2, timeout=60)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_parts_draw_on_host_and_device_does_not_depend_on_turns(device: str) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        microbatch = current_microbatch()
+        assert microbatch is not None
+        for _ in range(3):
+            x = x + torch.rand(x.shape).to(device) + torch.rand_like(x)
+            microbatch.let_others_run()
+        return x
+
+    drawn = []
+    for interleave in (False, True):
+        torch.manual_seed(1)
+        y = run_microbatched(fn, torch.zeros(6, 2, device=device), interleave=interleave, randomness=True)
+        drawn.append(torch.cat([y.cpu(), torch.rand(2, 2), torch.rand(2, 2, device=device).cpu()]))
+    assert torch.equal(*drawn) and len(drawn[0].unique()) == drawn[0].numel()
 
 
 # ---- what surrounds it
