@@ -1,29 +1,33 @@
 """Layers whose routed experts are held quantized: `quantize_`, and what `MoELayer` needs to hold, load and move such
 parameters.
 
-    gate_up_proj [L, 2I, H] bf16 ──► gate_up_proj [L, 2I, H] fp8, gate_up_proj_scale_inv [L, ⌈2I/128⌉, ⌈H/128⌉] float32
+    gate_up_proj [L, 2I, H] bf16 ──► gate_up_proj [L, 2I, H] fp8, gate_up_proj_scale_inv [L, ⌈2I/R⌉, ⌈H/C⌉] float32
 
-L local experts, H width of the routed experts, I intermediate size.
+L local experts, H width of the routed experts, I intermediate size, R and C rows and columns of `QuantConfig.block`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from epmoe.checks import check_kind, said
 from epmoe.comm import EPGroup
 from epmoe.config import MoEConfig
+from epmoe.ops.quantize_blocks import BLOCK
 from epmoe.quant.config import QuantConfig
-from epmoe.quant.formats import FIELDS, weight_format
+from epmoe.quant.formats import FIELDS, FORMATS, weight_format
 from epmoe.quant.rows import QuantizedRows, quantize_rows_by
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 INPUT_SCALE, DOWN_INPUT_SCALE = "gate_up_proj_input_scale", "down_proj_input_scale"
 SCALE_PARAMETERS = (*(name + suffix for name in PROJECTIONS for suffix in FIELDS), DOWN_INPUT_SCALE)
+
+SETTERS = {INPUT_SCALE: ("scales", "set_input_scale"), DOWN_INPUT_SCALE: ("down_scales", "set_down_input_scales")}
 
 
 class WithQuantizedExperts(nn.Module):
@@ -41,6 +45,7 @@ class WithQuantizedExperts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._wide_dtype = torch.get_default_dtype()
+        self._unset_scales: dict[str, tuple[nn.Parameter, int]] = {}  # fixed ones, as they were when they held nothing
         for name in (*SCALE_PARAMETERS, INPUT_SCALE):
             self.register_parameter(name, None)
 
@@ -48,6 +53,11 @@ class WithQuantizedExperts(nn.Module):
     def weight_scheme(self) -> str | None:
         """That of the experts' weights; None where they are not quantized."""
         return None if self.config.quant is None else self.config.quant.weights
+
+    @property
+    def weight_block(self) -> tuple[int, int]:
+        """Rows and columns that share a scale where the experts' weights have them in blocks."""
+        return BLOCK if self.config.quant is None else self.config.quant.block
 
     @property
     def _zero_points(self) -> bool:
@@ -78,21 +88,50 @@ class WithQuantizedExperts(nn.Module):
             if self.weight_scheme is None:
                 setattr(self, name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
                 continue
-            for suffix, (part, kind) in weight_format(self.weight_scheme).parts(shape, self._zero_points).items():
+            form = weight_format(self.weight_scheme, self.weight_block)
+            for suffix, (part, kind) in form.parts(shape, self._zero_points).items():
                 self._hold(name + suffix, torch.empty(part, device=device, dtype=kind))
 
         self._make_input_scales(device)
 
     def _make_input_scales(self, device: torch.device | str | None) -> None:
-        """The fixed scales of rows and of activations, NaN until they are set or loaded, so that nobody computes with
-        wrong ones; or none."""
+        """The fixed scales of rows and of activations, NaN until they are set or loaded: a forward before that is
+        refused. Or none."""
         quant, num_local = self.config.quant, len(self.local_experts)
         for name, field, number in ((INPUT_SCALE, "scales", 1), (DOWN_INPUT_SCALE, "down_scales", num_local)):
             static = quant is not None and getattr(quant, field) == "static"
             if static != (getattr(self, name) is not None):
                 self._parameters[name] = None
+                self._unset_scales.pop(name, None)
                 if static:
                     self._hold(name, torch.full((number,), torch.nan, dtype=torch.float32, device=device))
+                    self._mark_unset(name)
+
+    def _mark_unset(self, name: str) -> None:
+        parameter = getattr(self, name)
+        self._unset_scales[name] = (parameter, version_of(parameter))
+
+    def _look_at_scales(self) -> None:
+        """After something was loaded: which fixed scales still hold NaN, or do again. Waits for the device."""
+        for name in (INPUT_SCALE, DOWN_INPUT_SCALE):
+            parameter = getattr(self, name)
+            if type(parameter) is not nn.Parameter or parameter.device.type == "meta":  # DTensor, fake tensors
+                continue
+            self._unset_scales.pop(name, None)
+            if bool(parameter.isnan().any()):
+                self._mark_unset(name)
+
+    def _refuse_unset_scales(self) -> None:
+        """Raises `ValueError` for a fixed scale that nobody has written since it was made, by whatever way; does not
+        look at the device."""
+        for name, (parameter, version) in self._unset_scales.items():
+            now = getattr(self, name)
+            if now is parameter and version_of(now) == version and now.device.type != "meta":
+                field, setter = SETTERS[name]
+                raise ValueError(
+                    f"layer {self.name!r}: QuantConfig({field}='static') and {name} is not set: call {setter}(...), or "
+                    "load a checkpoint that has it, before the first forward"
+                )
 
     @torch.no_grad()
     def set_input_scale(self, scale: float | Tensor) -> None:
@@ -105,10 +144,11 @@ class WithQuantizedExperts(nn.Module):
         mine = getattr(self, INPUT_SCALE)
         if mine is None:
             raise ValueError(f"layer {self.name!r}: set_input_scale needs QuantConfig(scales='static')")
-        largest = torch.as_tensor(scale, dtype=torch.float32).max()
+        largest = numbers_of(f"layer {self.name!r}: scale", scale).max()
         if not (torch.isfinite(largest) and largest > 0):
             raise ValueError(f"layer {self.name!r}: scale={largest.item()}: must be finite and > 0")
         mine.copy_(largest)
+        self._unset_scales.pop(INPUT_SCALE, None)
 
     @torch.no_grad()
     def set_down_input_scales(self, scales: float | Tensor) -> None:
@@ -124,7 +164,7 @@ class WithQuantizedExperts(nn.Module):
         mine = getattr(self, DOWN_INPUT_SCALE)
         if mine is None:
             raise ValueError(f"layer {self.name!r}: set_down_input_scales needs QuantConfig(down_scales='static')")
-        given, num_experts = torch.as_tensor(scales, dtype=torch.float32), self.config.num_experts
+        given, num_experts = numbers_of(f"layer {self.name!r}: scales", scales), self.config.num_experts
         if given.numel() != 1 and tuple(given.shape) != (num_experts,):
             raise ValueError(
                 f"layer {self.name!r}: scales has shape {tuple(given.shape)}: must be one number, or ({num_experts},)"
@@ -133,6 +173,7 @@ class WithQuantizedExperts(nn.Module):
             raise ValueError(f"layer {self.name!r}: scales={given.tolist()}: must be finite and > 0")
         every = given.reshape(-1).expand(num_experts) if given.numel() == 1 else given
         mine.copy_(every[list(self.local_experts)])
+        self._unset_scales.pop(DOWN_INPUT_SCALE, None)
 
     def _as_sent(self, x: Tensor) -> Tensor | QuantizedRows:
         """Rows as the kernel gets them: quantized here where their scale is fixed."""
@@ -153,7 +194,7 @@ class WithQuantizedExperts(nn.Module):
         """The parameters that `wide` `[n, N, K]` of one projection becomes, by name."""
         if self.weight_scheme is None:
             return {name: wide}
-        parts = weight_format(self.weight_scheme).quantize(wide, self._zero_points)
+        parts = weight_format(self.weight_scheme, self.weight_block).quantize(wide, self._zero_points)
         return {name + suffix: part for suffix, part in parts.items()}
 
     def _write_expert(self, name: str, local: int, wide: Tensor) -> None:
@@ -183,10 +224,12 @@ class WithQuantizedExperts(nn.Module):
 
     @torch.no_grad()
     def _quantize(self, quant: QuantConfig) -> None:
-        if quant.weights is not None and self.weight_scheme is not None and quant.weights != self.weight_scheme:
+        held, asked = (self.weight_scheme, self.weight_block), (quant.weights, quant.block)
+        if quant.weights is not None and self.weight_scheme is not None and asked != held:
+            blocks = "" if quant.block == self.weight_block else f" and block={self.weight_block}"
             raise ValueError(
                 f"layer {self.name!r}: the experts are {self.weight_scheme} already: quantize_ takes wide ones, or a "
-                f"configuration with weights={self.weight_scheme!r}"
+                f"configuration with weights={self.weight_scheme!r}{blocks}"
             )
         if quant.weights is None and self.weight_scheme is not None:
             raise ValueError(
@@ -195,6 +238,17 @@ class WithQuantizedExperts(nn.Module):
             )
         if self.ep is not None:
             self.ep.check_same(f"quantize_ of MoELayer {self.name!r}", dataclasses.asdict(quant))
+        made = f"layer {self.name!r} was made with "
+        if (sent := self.config.dispatch_scheme) not in (None, quant.rows):
+            raise ValueError(
+                f"{made}dispatch_scheme={sent!r} and this QuantConfig sends rows in {quant.rows!r}: say "
+                f"activations={sent!r} in it, or make the layer without dispatch_scheme"
+            )
+        if quant.weights is not None and (kind := self.config.experts) != "auto":
+            raise ValueError(
+                f"{made}experts={kind!r}, a kind for weights that are not quantized, and this QuantConfig has "
+                f"weights={quant.weights!r}: make it without experts; QuantConfig.experts names the kind"
+            )
         wide = {} if self.weight_scheme is not None else {name: getattr(self, name).detach() for name in PROJECTIONS}
         dtype, config = self.dtype, dataclasses.replace(self.config, quant=quant, dispatch_scheme=None)
         self._check_experts(config, dtype)
@@ -223,6 +277,7 @@ class WithQuantizedExperts(nn.Module):
         if not held:
             super()._apply(fn, recurse)
             return self
+        unset = [n for n, (p, version) in self._unset_scales.items() if held[n] is p and version_of(p) == version]
         for name in held:
             self._parameters[name] = None
         super()._apply(fn, recurse)
@@ -230,7 +285,12 @@ class WithQuantizedExperts(nn.Module):
             moved = fn(parameter.data)
             if moved.dtype != parameter.dtype:  # another dtype was meant for wide numbers: only a device is taken over
                 moved = parameter.data.to(moved.device)
+            if name in unset and parameter.device.type == "meta" and moved.device.type != "meta":
+                moved.fill_(torch.nan)  # no longer what memory happens to hold
             self._parameters[name] = nn.Parameter(moved, requires_grad=False)
+        self._unset_scales = {}
+        for name in unset:
+            self._mark_unset(name)
         probe = fn(torch.empty(0, dtype=self._wide_dtype, device=next(iter(held.values())).device))
         self._wide_dtype = probe.dtype
         return self
@@ -243,6 +303,8 @@ class WithQuantizedExperts(nn.Module):
         """
         mine: Tensor = getattr(self, name)
         if name not in PROJECTIONS or tensor.dtype == mine.dtype:
+            if absent := self._parts_missing(name, beside):
+                raise ValueError(alone(name, absent))
             return False
         if self.weight_scheme is None and tensor.dtype.itemsize > 1:
             return False
@@ -250,6 +312,13 @@ class WithQuantizedExperts(nn.Module):
         if tensor.dtype.itemsize == 1 or brings:
             raise ValueError(mismatch(name, tensor.dtype, mine.dtype))
         return True
+
+    def _parts_missing(self, name: str, beside: Mapping[str, Any], prefix: str = "") -> list[str]:
+        """What the values of projection `name` mean nothing without, and is not in `beside`."""
+        if name not in PROJECTIONS:
+            return []
+        held = [name + suffix for suffix in FIELDS if getattr(self, name + suffix) is not None]
+        return [part for part in held if prefix + part not in beside]
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
@@ -261,9 +330,35 @@ class WithQuantizedExperts(nn.Module):
                 if given.dtype.itemsize == 1 or mine.dtype.itemsize == 1:
                     error_msgs.append(mismatch(prefix + name, given.dtype, mine.dtype))
                     return
+            if given is not None and (absent := self._parts_missing(name, state_dict, prefix)):
+                error_msgs.append(alone(prefix + name, [prefix + part for part in absent]))
+                return
         super()._load_from_state_dict(  # type: ignore[misc]
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        if any(prefix + name in state_dict for name in (INPUT_SCALE, DOWN_INPUT_SCALE)):
+            self._look_at_scales()
+
+
+def version_of(parameter: Tensor) -> int:
+    """How often it has been written to, where torch counts."""
+    return -1 if parameter.is_inference() else parameter._version
+
+
+def numbers_of(name: str, value: object) -> Tensor:
+    """A number, numbers or a tensor of them as float32."""
+    try:
+        return torch.as_tensor(value, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{said(name, value)}: must be a number, or a tensor of numbers") from None
+
+
+def check_loaded(name: str, tensor: Tensor, held: torch.dtype) -> None:
+    """Raises `ValueError` for a tensor whose numbers can't become some of dtype `held`: floats of two bytes and more
+    take floats, all else takes its own dtype."""
+    wide = held.is_floating_point and held.itemsize > 1
+    if tensor.dtype != held and not (wide and tensor.is_floating_point()):
+        raise ValueError(f"{name} is {tensor.dtype}: must be {held}{', or another floating dtype' if wide else ''}")
 
 
 def mismatch(name: str, given: torch.dtype, mine: torch.dtype) -> str:
@@ -271,6 +366,11 @@ def mismatch(name: str, given: torch.dtype, mine: torch.dtype) -> str:
     quantized = mine.itemsize == 1
     way = "quantize_ the layer after loading, or use load_experts" if quantized else "quantize_ the layer first"
     return f"{name} is {given} and the layer holds {mine}: values mean nothing without their scales; {way}"
+
+
+def alone(name: str, absent: Sequence[str]) -> str:
+    """Why the values of a quantized projection can't be taken by themselves."""
+    return f"{name} comes without {' and '.join(absent)}: values mean nothing without their scales; give them together"
 
 
 def copy_bits(to: Tensor, values: Tensor) -> None:
@@ -297,6 +397,9 @@ def quantize_(module: nn.Module, config: QuantConfig) -> nn.Module:
         ValueError: no `MoELayer` there, weights quantized by another scheme, ranks that disagree, or no experts that
             can compute it; names the layer. Layers before it have been quantized then.
     """
+    check_kind("module", module, nn.Module, "a MoELayer, or a module that contains one")
+    scheme = config if isinstance(config, str) and config in FORMATS else "fp8_block"
+    check_kind("config", config, QuantConfig, f"a QuantConfig, such as QuantConfig({scheme!r})")
     layers = [layer for layer in module.modules() if isinstance(layer, WithQuantizedExperts)]
     if not layers:
         raise ValueError(f"quantize_ of a {type(module).__name__} without a MoELayer: nothing to quantize")

@@ -176,7 +176,7 @@ class ScaledPath(InferencePath):
         fused, product = scheme == "fp8_block", "fp8_block" if row_format(scheme).group else scheme
         a, a_scale = scaled_grouped_gemm_act(
             x, x_scale, w1, s1, weights.gate_up_bias, start, end, index, divisor, n, weight_in, *act, product,
-            spec.dtype, fused, expected_m=expected_m,
+            spec.dtype, fused, expected_m, *spec.block,
         )  # fmt: skip
         del x, x_scale
         if weights.down_input_scale is not None:
@@ -184,7 +184,7 @@ class ScaledPath(InferencePath):
         elif not fused:
             a, a_scale = quantize(a, scheme, last, span)
         return scaled_grouped_gemm(
-            a, a_scale, w2, s2, weights.down_bias, start, end, None, 1, n, product, spec.dtype, expected_m=expected_m
+            a, a_scale, w2, s2, weights.down_bias, start, end, None, 1, n, product, spec.dtype, expected_m, *spec.block
         )
 
     def _mlp_into(
@@ -217,11 +217,13 @@ class ScaledPath(InferencePath):
         fused, product = scheme == "fp8_block", "fp8_block" if row_format(scheme).group else scheme
         scaled_grouped_gemm_act_into(
             a if fused else wide[0], a_scale if fused else None, x, x_scale, w1, s1, weights.gate_up_bias, start, end,
-            index, divisor, weight_in, *act, product, spec.dtype, expected_m,
+            index, divisor, weight_in, *act, product, spec.dtype, expected_m, spec.block,
         )  # fmt: skip
         if weights.down_input_scale is not None:
             quantize_by_into(a, a_scale, wide[0], weights.down_input_scale, start, end, scheme)
         elif not fused:
             quantize_into(a, a_scale, wide[0], scheme, last, span)
-        scaled_grouped_gemm_into(y, a, a_scale, w2, s2, weights.down_bias, start, end, None, 1, product, expected_m)
+        scaled_grouped_gemm_into(
+            y, a, a_scale, w2, s2, weights.down_bias, start, end, None, 1, product, expected_m, spec.block
+        )
         return y

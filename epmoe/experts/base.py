@@ -76,7 +76,8 @@ class Experts(ABC):
             kinds = (repr(kind.name) for kind in Experts.__subclasses__() if spec.scheme in kind.schemes)
             takes = " or ".join(map(repr, cls.schemes))
             are = "are not quantized" if spec.scheme is None else f"are of scheme={spec.scheme!r}"
-            return f"the weights {are}, these take {takes}; use experts={' or '.join(kinds) or 'none'}"
+            way = f", or quantize them, QuantConfig({cls.schemes[0]!r})" if spec.scheme is None else ""
+            return f"the weights {are}, these take {takes}; use experts={' or '.join(kinds) or 'none'}{way}"
         if spec.batch_invariant:
             if not cls.batch_invariant:
                 able = (k for k in Experts.__subclasses__() if k.batch_invariant and spec.scheme in k.schemes)

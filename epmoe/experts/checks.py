@@ -11,6 +11,7 @@ from torch import Tensor
 from epmoe.dispatch.base import BatchedInput
 from epmoe.experts.spec import ExpertsSpec, ExpertWeights
 from epmoe.ops.quantize import row_format
+from epmoe.ops.quantize_blocks import BLOCK
 from epmoe.quant import WEIGHT_SCHEMES, row_dtype, weight_scale_shape
 from epmoe.quant.narrow import NARROW_SCHEMES, narrow_mismatch
 
@@ -76,13 +77,14 @@ def check_scales(where: str, spec: ExpertsSpec, weights: ExpertWeights) -> None:
             if (reason := narrow_mismatch(values, scale, zero, outer, scheme, width)) is not None:
                 raise ValueError(f"{here}: {reason}")
             continue
-        right = weight_scale_shape(tuple(values.shape), scheme)
+        right = weight_scale_shape(tuple(values.shape), scheme, spec.block)
         if values.dtype != row_dtype(scheme):
             raise ValueError(f"{here}_proj is {values.dtype}: must be {row_dtype(scheme)} for scheme={scheme!r}")
         if tuple(scale.shape) != right or scale.dtype != torch.float32 or scale.device != values.device:
             raise ValueError(
                 f"{here}_scale is {scale.dtype} {tuple(scale.shape)} on {scale.device}: must be torch.float32 "
                 f"{right} on {values.device} for scheme={scheme!r}"
+                + (f" and block={spec.block}" if spec.block != BLOCK else "")
             )
 
 

@@ -108,6 +108,6 @@ class ReferenceExperts(Experts):
             )
             w1 = widen(w1, s1[expert], z1, o1, scheme, self.spec.hidden_size, dtype)
             return w1, widen(w2, s2[expert], z2, o2, scheme, self.spec.intermediate_size, dtype)
-        one = slice(expert, expert + 1)
-        w1 = dequantize_weights(QuantizedWeights(weights.gate_up_proj[one], s1[one], scheme), dtype)[0]
-        return w1, dequantize_weights(QuantizedWeights(weights.down_proj[one], s2[one], scheme), dtype)[0]
+        one, how = slice(expert, expert + 1), (scheme, self.spec.block)
+        w1 = dequantize_weights(QuantizedWeights(weights.gate_up_proj[one], s1[one], *how), dtype)[0]
+        return w1, dequantize_weights(QuantizedWeights(weights.down_proj[one], s2[one], *how), dtype)[0]

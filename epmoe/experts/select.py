@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from epmoe.checks import as_device, check_kind, check_name
 from epmoe.config import MoEConfig
 from epmoe.experts.base import Experts
 from epmoe.experts.batched import BatchedExperts
@@ -89,8 +90,9 @@ def select_experts(spec: ExpertsSpec, requested: str = "auto", layout: str = "st
         ValueError: an unknown name or layout; the requested experts take another layout or refuse; or all do, with
             each one's reason.
     """
-    if layout not in EXPERTS_BY_LAYOUT:
-        raise ValueError(f"layout={layout!r}: must be " + " or ".join(EXPERTS_BY_LAYOUT))
+    check_kind("spec", spec, ExpertsSpec, "an ExpertsSpec", "a MoEConfig goes to select_experts_impl")
+    check_name("layout", layout, EXPERTS_BY_LAYOUT)
+    check_kind("experts", requested, str, "auto, or the name of a kind")
     device = "cuda" if spec.device.type == "cuda" else "cpu"
     if spec.scheme is None:
         kinds, preferred = EXPERTS_BY_LAYOUT[layout], _PREFERENCE[layout, device]
@@ -108,7 +110,8 @@ def select_experts(spec: ExpertsSpec, requested: str = "auto", layout: str = "st
             if other is not None and spec.scheme not in other.schemes:
                 raise ValueError(f"experts={requested!r}: {other.reason_against(spec)}")
             takes = "" if other is None else f" takes {' or '.join(other.layouts)} rows and these are {layout}"
-            raise ValueError(f"experts={requested!r}{takes}: must be auto, " + ", ".join(kinds))
+            named = [n for n, k in TRAINING_EXPERTS.items() if spec.scheme is None and layout in k.layouts]
+            raise ValueError(f"experts={requested!r}{takes}: must be auto, " + ", ".join([*kinds, *named]))
         chosen, why = requested, "asked for by name"
     else:
         willing = [name for name in preferred if refusals[name] is None]
@@ -142,7 +145,8 @@ def select_experts_impl(
     Raises:
         ValueError: as `select_experts`.
     """
-    spec = ExpertsSpec.of(config, device=torch.device(device), dtype=dtype, lora=lora)
+    check_kind("config", config, MoEConfig, "a MoEConfig")
+    spec = ExpertsSpec.of(config, device=as_device(device, here=False), dtype=dtype, lora=lora)
     quant = config.quant
     requested = config.experts if quant is None or quant.weights is None else quant.experts
     return select_experts(spec, requested, config.experts_layout)

@@ -11,10 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from epmoe.checks import check_bool, check_int, check_kind, check_name
 from epmoe.comm.workspace import Part
-from epmoe.config import Activation, MoEConfig
+from epmoe.config import DTYPES, Activation, MoEConfig
 from epmoe.experts.gradient_sums import GradientSums
 from epmoe.experts.lora import ExpertLora
+from epmoe.ops.quantize_blocks import BLOCK
+from epmoe.quant.formats import FORMATS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +79,10 @@ class ExpertsSpec:
         lora: the weights may have adapters.
         scheme: of quantized weights, one of `quant.WEIGHT_SCHEMES` or `quant.NARROW_SCHEMES`; None where they are not.
         batch_invariant: a row's result must have the same bits whichever rows are with it, and however many.
+        block: rows and columns of quantized weights that share a scale, of schemes with blocks.
+
+    Raises:
+        ValueError: a field of another kind, or a size, scheme or dtype that there is not.
     """
 
     activation: Activation
@@ -87,6 +94,17 @@ class ExpertsSpec:
     lora: bool = False
     scheme: str | None = None
     batch_invariant: bool = False
+    block: tuple[int, int] = BLOCK
+
+    def __post_init__(self) -> None:
+        check_kind("ExpertsSpec.activation", self.activation, Activation, "an Activation, as Activation('swiglu')")
+        for field in ("hidden_size", "intermediate_size"):
+            check_int(f"ExpertsSpec.{field}", getattr(self, field))
+        check_kind("ExpertsSpec.dtype", self.dtype, torch.dtype, "one of " + ", ".join(map(str, DTYPES)))
+        check_kind("ExpertsSpec.device", self.device, torch.device, "a torch.device, as torch.device('cpu')")
+        for field in ("weight_on_input", "lora", "batch_invariant"):
+            check_bool(f"ExpertsSpec.{field}", getattr(self, field))
+        check_name("ExpertsSpec.scheme", self.scheme, FORMATS, none="weights that are not quantized")
 
     @classmethod
     def of(cls, config: MoEConfig, *, device: torch.device, dtype: torch.dtype, lora: bool = False) -> ExpertsSpec:
@@ -101,6 +119,7 @@ class ExpertsSpec:
             lora,
             None if config.quant is None else config.quant.weights,
             config.batch_invariant,
+            BLOCK if config.quant is None else config.quant.block,
         )
 
 

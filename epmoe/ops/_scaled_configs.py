@@ -17,6 +17,7 @@ from torch import Tensor
 from epmoe.ops._configs import _has_roomy_sms, _has_tma
 from epmoe.ops._dependent_launch import dependent_launch
 from epmoe.ops._triton import INTERPRET, TensorDescriptor, cdiv, next_power_of_2, tl, triton
+from epmoe.ops.quantize_blocks import BLOCK, fitted
 from epmoe.tuning.store import tuned
 
 FP8 = torch.float8_e4m3fn
@@ -37,8 +38,8 @@ class ScaledConfig:
         tma_rows: read rows that no index finds through a tensor descriptor where their alignment allows.
         tma_out: write results through a tensor descriptor where their alignment allows.
         programs_per_sm: programs that loop over tiles; 0 starts one program per tile.
-        unroll: blocks of 128 columns that a step multiplies, side by side in memory: few rows are read faster in
-            larger pieces.
+        unroll: dots that a step has, of 128 columns each or of a block of scales that has fewer, side by side in
+            memory: few rows are read faster in larger pieces.
         gluon: run the Gluon kernel instead, where it can; of these it takes `block_m` (64 or 128) and `group_m`.
         skip_idle: in the Gluon kernel, 64 rows of a tile that have no row of the expert leave the tensor cores to the
             others: it pays where many tiles are half empty, and costs where few are.
@@ -69,14 +70,32 @@ def scaled_config(
     d: int,
     gated: bool,
     gathered: bool,
+    block: tuple[int, int] = BLOCK,
     interpret: bool = INTERPRET,
 ) -> ScaledConfig:
     """The configuration for `n` weight rows (2I for a gated GEMM1) of width `d`.
 
     Args:
-        per_block: scales per 128 × 128 block, not per row and channel.
+        per_block: scales per block, not per row and channel.
         gathered: rows are found through an index.
+        block: rows and columns of w that share a scale, where scales are per block.
     """
+    if min(block) < 128:
+        # A scale for each weight row, or sums promoted more often, take registers that the largest tiles have not.
+        rows_per_expert = min(rows_per_expert, 64)
+    plain = _for_large_blocks(device, per_block, rows_per_expert, gated, gathered, interpret)
+    if block == BLOCK:
+        return plain
+    narrower = 128 // block_k(block)  # as many bytes ahead as with 128 columns a step
+    if plain.unroll > 1:
+        return dataclasses.replace(plain, unroll=plain.unroll * narrower, gluon=False)
+    return dataclasses.replace(plain, num_stages=plain.num_stages * narrower, gluon=False)
+
+
+def _for_large_blocks(
+    device: torch.device, per_block: bool, rows_per_expert: int, gated: bool, gathered: bool, interpret: bool
+) -> ScaledConfig:
+    """`scaled_config` where the weights of a dot have one scale."""
     split = per_block and gated
     if interpret:
         return ScaledConfig(32, 256 if gated else 128, group_m=2, num_warps=4, num_stages=2, split=split)
@@ -109,6 +128,11 @@ def runs_gluon(device: torch.device) -> bool:
     return triton.__version__.startswith(("3.6.", "3.7."))
 
 
+def block_k(block: tuple[int, int]) -> int:
+    """Columns that a dot multiplies with weights whose `block` has one scale."""
+    return min(128, block[1])
+
+
 class ScaledPlan(NamedTuple):
     """What a launch takes from shapes alone: found once for each, so that a call costs the host little."""
 
@@ -134,6 +158,7 @@ def scaled_plan(
     activation: str,
     gated: bool,
     out_dtype: torch.dtype,
+    block: tuple[int, int] = BLOCK,
 ) -> ScaledPlan:
     """The plan of `scaled_grouped_gemm` (`..._act`) on weights of this shape; cached."""
     L, n, d = shape
@@ -141,18 +166,19 @@ def scaled_plan(
     width = n // parts
     name = "scaled_grouped_gemm_act" if gated else "scaled_grouped_gemm"
     per_block, integer = scheme == "fp8_block", scheme == "int8_row"
-    dtype = torch.int8 if integer else FP8
-    config = tuned(ScaledConfig, name, device, L, n, d, dtype, scheme, rows_per_expert)
-    config = config or scaled_config(device, per_block, rows_per_expert, n, d, gated, gathered)
+    dtype, columns = torch.int8 if integer else FP8, block_k(block)
+    config = None
+    if block == BLOCK:  # of others nothing is tuned
+        config = tuned(ScaledConfig, name, device, L, n, d, dtype, scheme, rows_per_expert)
+    config = config or scaled_config(device, per_block, rows_per_expert, n, d, gated, gathered, block)
     has_tma = _has_tma(device)
     dense = parts == 1 or (strides[0] == n * strides[1] and width * strides[1] % 16 == 0)
     descriptor = None
     if has_tma and w_aligned and strides[0] % 16 == 0 and strides[1] % 16 == 0 and dense:
-        block = [1, config.block_n // 2, 128] if config.split else [parts, config.block_n // parts, 128]
         descriptor = (
             [L * parts, width, d],
             [strides[0] if parts == 1 else width * strides[1], strides[1], 1],
-            block,
+            [1, config.block_n // 2, columns] if config.split else [parts, config.block_n // parts, columns],
         )
     a_tma = has_tma and config.tma_rows and a_aligned and not gathered
     halves = gated or config.block_n > 128  # as in the kernel: columns that leave together
@@ -161,6 +187,7 @@ def scaled_plan(
     out_block = None
     if has_tma and config.tma_out and width * out_dtype.itemsize % 16 == 0:
         out_block = [config.block_m, stored]
+    scale_rows, scale_columns = fitted(block, n, d)
     constants = {
         "L": L,
         "L_BLOCK": next_power_of_2(L),
@@ -168,13 +195,15 @@ def scaled_plan(
         "D": d,
         "DIVISOR": divisor,
         "PER_BLOCK": per_block,
+        "SCALE_N": scale_rows,
+        "SCALE_K": scale_columns,
         "INTEGER": integer,
         "ACTIVATION": activation,
         "GATED": gated,
         "OUT_DTYPE": _tl_dtype(out_dtype),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "BLOCK_K": 128,
+        "BLOCK_K": columns,
         "GROUP_M": config.group_m,
         "SPLIT": config.split,
         "UNROLL": config.unroll,
@@ -195,6 +224,6 @@ def _tl_dtype(dtype: torch.dtype) -> Any:
     return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, FP8: tl.float8e4nv}[dtype]
 
 
-def row_descriptor(a: Tensor, block_m: int) -> Any:
-    """Tiles of `block_m` rows and 128 columns of `a [*, D]`."""
-    return TensorDescriptor(a, list(a.shape), [a.stride(0), 1], [block_m, 128])
+def row_descriptor(a: Tensor, block_m: int, columns: int = 128) -> Any:
+    """Tiles of `block_m` rows and `columns` columns of `a [*, D]`."""
+    return TensorDescriptor(a, list(a.shape), [a.stride(0), 1], [block_m, columns])

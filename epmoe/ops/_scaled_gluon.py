@@ -32,12 +32,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from epmoe.ops._configs import most_row_tiles, num_programs, ragged_rows
 from epmoe.ops._dependent_launch import dependent_launch, let_next_start, wait_for_previous
+from epmoe.ops._launch import quick_jit
 from epmoe.ops._scaled_configs import ScaledConfig
 from epmoe.ops._scaled_gluon_tiles import count_tiles, find_tile, next_stage, rounds_of, turn
 from epmoe.ops._segments import RowMap
 from epmoe.ops._triton import cdiv, next_power_of_2
 from epmoe.ops.activation import Epilogue, activate_and_slopes
 from epmoe.ops.quantize import magnitude_bits, round_scaled, scale_of
+from epmoe.ops.quantize_blocks import BLOCK
+
+jit: Any = quick_jit(gluon.jit)
 
 
 class Shape(NamedTuple):
@@ -55,7 +59,7 @@ SHAPES = {64: Shape(5, 2, 144, 56, 0), 128: Shape(4, 1, 168, 40, 232)}
 PRODUCER_WARPS = 4
 
 
-@gluon.jit
+@jit
 def _producer(
     a, a_scale, w, w_scale, row_start, row_end, row_index, a_stride, a_scale_stride, a_tiles, w_tiles, a_scales,
     w_scales, full, empty, tile_ends, num_tiles,
@@ -121,7 +125,7 @@ def _producer(
                 stage, phase = next_stage(stage, phase, STAGES)
 
 
-@gluon.jit
+@jit
 def _finish(x, row_scale, bias, position, entries):
     if row_scale is not None:
         x *= gl.expand_dims(gl.load(row_scale + position), 1)
@@ -130,7 +134,7 @@ def _finish(x, row_scale, bias, position, entries):
     return x
 
 
-@gluon.jit
+@jit
 def _store_quarter(x, buffer, out, row, end, col, DTYPE: gl.constexpr):
     tma.store_wait(pendings=0)
     buffer.store(x.to(DTYPE).reshape([1, 1, 64, 64]))
@@ -138,7 +142,7 @@ def _store_quarter(x, buffer, out, row, end, col, DTYPE: gl.constexpr):
     tma.async_copy_shared_to_global(out, [1073741824, end, 1073741824 - end + row, col], buffer)
 
 
-@gluon.jit
+@jit
 def _store_block(
     x, y, buffer, out, out_scale, row, end, col,
     WIDTH: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr,
@@ -156,7 +160,7 @@ def _store_block(
     _store_quarter(y, buffer, out, row, end, col + 64, DTYPE)
 
 
-@gluon.jit
+@jit
 def _consumer(
     WHICH: gl.constexpr, row_start, row_end, row_index, row_scale, bias, out, out_scale, alpha, limit, a_tiles, w_tiles,
     a_scales, w_scales, buffers, full, empty, tile_ends, num_tiles,
@@ -243,7 +247,7 @@ def _consumer(
     tma.store_wait(pendings=0)
 
 
-@gluon.jit(do_not_specialize_on_alignment=["row_start", "row_end"])
+@jit(do_not_specialize_on_alignment=["row_start", "row_end"])
 def scaled_gemm_gluon_kernel(
     a,  # a descriptor of [*, D], or a pointer where row_index finds the rows
     a_scale,
@@ -334,12 +338,21 @@ def scaled_gemm_gluon_kernel(
         )  # fmt: skip
 
 
-def can_take(a: Tensor, w: Tensor, out: Tensor, gated: bool, requantize: bool, config: ScaledConfig) -> bool:
+def can_take(
+    a: Tensor,
+    w: Tensor,
+    out: Tensor,
+    gated: bool,
+    requantize: bool,
+    config: ScaledConfig,
+    block: tuple[int, int] = BLOCK,
+) -> bool:
     """Whether the kernel takes these operands: tiles of a size it has, memory aligned for TMA, weights dense, and scale
-    blocks that end where gates and quantized columns do."""
+    blocks of 128 × 128 that end where gates and quantized columns do."""
     width, d = out.shape[1], w.shape[2]
     return (
         config.block_m in SHAPES
+        and block == BLOCK
         and (a.data_ptr() | w.data_ptr() | a.stride(0) | d) % 16 == 0
         and w.is_contiguous()
         and width * out.dtype.itemsize % 16 == 0

@@ -23,7 +23,7 @@ def _dot(a, b, acc, INTERPRETED: tl.constexpr):
 @jit
 def _scaled_dot(x, b, acc, x_scale, w_scale, SWAP_AB: tl.constexpr, VECTOR: tl.constexpr, INTERPRETED: tl.constexpr):
     """acc + (x @ bᵀ) · x_scale · w_scale, or its transpose when SWAP_AB. `w_scale` is one number, or one per weight row
-    when VECTOR. What the tensor cores add up in few bits is promoted to fp32 here, every 128 terms."""
+    when VECTOR. What the tensor cores add up in few bits is promoted to fp32 here, every BLOCK_K terms."""
     if SWAP_AB:
         y = _dot(b, x.T, tl.zeros((b.shape[0], x.shape[0]), tl.float32), INTERPRETED)
         scale = (x_scale * w_scale)[None, :] if not VECTOR else w_scale[:, None] * x_scale[None, :]
@@ -107,6 +107,8 @@ def scaled_gemm_kernel(
     D: tl.constexpr,
     DIVISOR: tl.constexpr,
     PER_BLOCK: tl.constexpr,
+    SCALE_N: tl.constexpr,  # weight rows of a block of scales, which 128 divides or is divided by; read if PER_BLOCK
+    SCALE_K: tl.constexpr,  # and its columns, likewise a multiple of BLOCK_K
     INTEGER: tl.constexpr,  # int8 operands, summed in int32
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
@@ -129,8 +131,9 @@ def scaled_gemm_kernel(
 
     A tile takes BLOCK_N weight rows: when GATED half of them gates and half the up projections of the same columns. It
     is multiplied by one dot, or when SPLIT by two of half the rows each, `lo` and `hi`. With scales per block each dot
-    takes 128 weight rows and 128 steps of D at a time, so that it has one weight scale; only where the up projections
-    begin inside a scale block (I % 128 != 0) its rows have two.
+    takes 128 weight rows, and of D no more than a block has, at most 128: rows and columns that have one weight scale,
+    where blocks have 128 rows or more. Of fewer each row finds its own, and where the up projections begin inside a
+    scale block (I % 128 != 0) theirs do.
     """
     PARTS: tl.constexpr = 2 if GATED else 1
     WIDTH: tl.constexpr = N // PARTS  # columns of out
@@ -141,9 +144,12 @@ def scaled_gemm_kernel(
     DOT_N: tl.constexpr = HALF if SPLIT else BLOCK_N
     STEPS: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     EVEN: tl.constexpr = D % (BLOCK_K * UNROLL) == 0
-    SCALES_N: tl.constexpr = (N + 127) // 128
-    SCALES_K: tl.constexpr = (D + 127) // 128
-    VECTOR: tl.constexpr = GATED and WIDTH % 128 != 0
+    SCALES_N: tl.constexpr = (N + SCALE_N - 1) // SCALE_N
+    SCALES_K: tl.constexpr = (D + SCALE_K - 1) // SCALE_K
+    VECTOR: tl.constexpr = SCALE_N < 128  # whether rows of a dot differ in scale
+    VECTOR_HI: tl.constexpr = VECTOR or (GATED and WIDTH % 128 != 0)  # and those of `hi`
+    X_STEPS: tl.constexpr = 128 // BLOCK_K  # steps with one scale of a row
+    W_STEPS: tl.constexpr = SCALE_K // BLOCK_K  # and of a weight
 
     wait_for_previous(DEPENDENT)
     let_next_start(DEPENDENT)
@@ -195,13 +201,20 @@ def scaled_gemm_kernel(
         if PER_BLOCK:
             x_scale_at = a_scale + source * a_scale_stride
             expert_scales = w_scale + e.to(tl.int64) * (SCALES_N * SCALES_K)
-            lo_scale_at = expert_scales + col0 // 128 * SCALES_K
             if VECTOR:
-                hi_scale_at = expert_scales + rows_hi // 128 * SCALES_K
-            elif GATED:
-                hi_scale_at = lo_scale_at + WIDTH // 128 * SCALES_K
+                lo_scale_at = expert_scales + (rows_lo // SCALE_N).to(tl.int64) * SCALES_K
+                hi_scale_at = expert_scales + (rows_hi // SCALE_N).to(tl.int64) * SCALES_K
             else:
-                hi_scale_at = expert_scales + tl.minimum(col0 // 128 + 1, SCALES_N - 1) * SCALES_K
+                lo_scale_at = expert_scales + col0 // SCALE_N * SCALES_K
+                if VECTOR_HI:
+                    hi_scale_at = expert_scales + rows_hi // SCALE_N * SCALES_K
+                elif SCALE_N > 128:
+                    row0_hi = col0 + WIDTH if GATED else tl.minimum(col0 + HALF, N - 1)
+                    hi_scale_at = expert_scales + row0_hi // SCALE_N * SCALES_K
+                elif GATED:
+                    hi_scale_at = lo_scale_at + WIDTH // 128 * SCALES_K
+                else:
+                    hi_scale_at = expert_scales + tl.minimum(col0 // 128 + 1, SCALES_N - 1) * SCALES_K
             # each step's scales are loaded a step ahead: loads that feed no dot are not pipelined
             x_scale = tl.load(x_scale_at)
             lo_scale = tl.load(lo_scale_at)
@@ -239,14 +252,15 @@ def scaled_gemm_kernel(
                     if SPLIT:
                         c = tl.load(w_hi + k, mask=(k + ks < D)[None, :], other=0.0)
                 if PER_BLOCK:
-                    lo = _scaled_dot(x, b, lo, x_scale, lo_scale, SWAP_AB, False, INTERPRETED)
+                    lo = _scaled_dot(x, b, lo, x_scale, lo_scale, SWAP_AB, VECTOR, INTERPRETED)
                     if SPLIT:
-                        hi = _scaled_dot(x, c, hi, x_scale, hi_scale, SWAP_AB, VECTOR, INTERPRETED)
+                        hi = _scaled_dot(x, c, hi, x_scale, hi_scale, SWAP_AB, VECTOR_HI, INTERPRETED)
                     ahead = tl.minimum(step + 1, STEPS - 1)
-                    x_scale = tl.load(x_scale_at + ahead)
-                    lo_scale = tl.load(lo_scale_at + ahead)
+                    ahead_w = ahead if W_STEPS == 1 else ahead // W_STEPS
+                    x_scale = tl.load(x_scale_at + (ahead if X_STEPS == 1 else ahead // X_STEPS))
+                    lo_scale = tl.load(lo_scale_at + ahead_w)
                     if SPLIT:
-                        hi_scale = tl.load(hi_scale_at + ahead)
+                        hi_scale = tl.load(hi_scale_at + ahead_w)
                 elif SWAP_AB:
                     lo = _dot(b, x.T, lo, INTERPRETED)
                     if SPLIT:

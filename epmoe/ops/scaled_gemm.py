@@ -3,9 +3,12 @@ the activation's own quantization in its epilogue, and GEMM2. On the path of a t
 without quantization; forward only.
 
     scheme      scales of rows a [*, D]     scales of weights w [L, N, D]             products are summed
-    fp8_block   [*, ceil(D / 128)]          [L, ceil(N / 128), ceil(D / 128)]         in fp32 after every 128 terms
+    fp8_block   [*, ceil(D / 128)]          [L, ceil(N / R), ceil(D / C)]             in fp32 after min(C, 128) terms
     fp8_row     [*, 1]                      [L, N]                                    as the tensor cores do it
     int8_row    [*, 1]                      [L, N]                                    in int32, exactly
+
+Weights in `fp8_block` have a scale for each block of R rows and C columns, 128 × 128 unless a call says otherwise: R is
+1, 2, 4, .. 128 or a multiple of 128, C is 32, 64 or a multiple of 128. A row's scales are always of 128 columns.
 
 Hopper's fp8 tensor cores keep about 14 bits of a sum: what that costs `fp8_row` grows with D, and is less than rounding
 the result to bf16 for the sums of random signs that models make.
@@ -28,6 +31,7 @@ from epmoe.ops._segments import RowMap, check_segments
 from epmoe.ops._triton import TensorDescriptor, cdiv, check_flat, on_device_of, op, unit_stride, use_triton
 from epmoe.ops.activation import Epilogue, is_gated
 from epmoe.ops.quantize import SCALE_BLOCK, row_format
+from epmoe.ops.quantize_blocks import BLOCK, block_mismatch
 from epmoe.ops.scaled_gemm_reference import (
     empty_act,
     scaled_grouped_gemm_act_reference,
@@ -49,6 +53,7 @@ def launch_scaled(
     scheme: str,
     expected_m: int | None,
     epilogue: Epilogue,
+    block: tuple[int, int] = BLOCK,
 ) -> None:
     shape, strides, max_rows = w.shape, w.stride(), out.shape[0]
     L = shape[0]
@@ -69,13 +74,14 @@ def launch_scaled(
         epilogue.activation,
         gated,
         out.dtype,
+        block,
     )
     config = plan.config
     with on_device_of(a):
         if config.gluon and runs_gluon(a.device):
             from epmoe.ops import _scaled_gluon as gluon
 
-            if gluon.can_take(a, w, out, gated, out_scale is not None, config):
+            if gluon.can_take(a, w, out, gated, out_scale is not None, config, block):
                 gluon.launch(a, a_scale, w, w_scale, bias, rows, out, out_scale, epilogue, config)
                 return
         row_tiles = most_row_tiles(max_rows, L, config.block_m, expected_m)
@@ -83,7 +89,7 @@ def launch_scaled(
         if plan.out_block is not None:
             target = TensorDescriptor(out, *ragged_rows(out.shape[1], plan.out_block))
         scaled_gemm_kernel[(num_programs(a.device, config.programs_per_sm, row_tiles * plan.column_tiles),)](
-            row_descriptor(a, config.block_m) if plan.a_tma else a,
+            row_descriptor(a, config.block_m, plan.constants["BLOCK_K"]) if plan.a_tma else a,
             a_scale,
             w if plan.w_descriptor is None else TensorDescriptor(w, *plan.w_descriptor),
             w_scale,
@@ -113,6 +119,7 @@ def check_scaled(
     rows: RowMap,
     scheme: str,
     out_dtype: torch.dtype,
+    block: tuple[int, int] = BLOCK,
 ) -> None:
     """Raises `ValueError` unless `scaled_grouped_gemm` can take these."""
     if scheme not in SCALED_SCHEMES:
@@ -127,12 +134,14 @@ def check_scaled(
             "dense along its last dimension"
         )
     L, n, d = w.shape
-    block = scheme == "fp8_block"
-    right: tuple[int, ...] = (a.shape[0], cdiv(d, SCALE_BLOCK) if block else 1)
+    per_block = scheme == "fp8_block"
+    if (reason := block_mismatch(block) if per_block or block == BLOCK else f"must be {BLOCK}") is not None:
+        raise ValueError(f"block_rows, block_columns={block} with scheme={scheme!r}: {reason}")
+    right: tuple[int, ...] = (a.shape[0], cdiv(d, SCALE_BLOCK) if per_block else 1)
     unit_stride(a_scale, "a_scale")
     if a_scale.dtype != torch.float32 or tuple(a_scale.shape) != right:
         raise ValueError(f"a_scale is {a_scale.dtype} {tuple(a_scale.shape)}: must be float32 {right} for {scheme!r}")
-    right = (L, cdiv(n, SCALE_BLOCK), cdiv(d, SCALE_BLOCK)) if block else (L, n)
+    right = (L, cdiv(n, block[0]), cdiv(d, block[1])) if per_block else (L, n)
     if w_scale.dtype != torch.float32 or tuple(w_scale.shape) != right or not w_scale.is_contiguous():
         raise ValueError(
             f"w_scale is {w_scale.dtype} {tuple(w_scale.shape)} with strides {w_scale.stride()}: must be contiguous "
@@ -163,6 +172,8 @@ def scaled_grouped_gemm(
     scheme: str,
     out_dtype: torch.dtype,
     expected_m: int | None = None,
+    block_rows: int = SCALE_BLOCK,
+    block_columns: int = SCALE_BLOCK,
 ) -> Tensor:
     """out[n] = (a·a_scale)[row] @ (w·w_scale)[e].T + bias[e] for each row n of each expert e.
 
@@ -178,6 +189,7 @@ def scaled_grouped_gemm(
         out_dtype: bfloat16 or float16.
         expected_m: the rows an expert should expect, (M·R·K + E) // E; picks the configuration and never what is
             computed. None: max_rows / L.
+        block_rows, block_columns: R and C of `fp8_block` (top of this file).
 
     Returns:
         `[max_rows, N]`; rows of no expert are left as allocated. Not differentiable.
@@ -185,12 +197,13 @@ def scaled_grouped_gemm(
     Raises:
         ValueError: shapes, dtypes or inner strides do not fit together.
     """
-    rows = RowMap(row_start, row_end, row_index, index_divisor)
-    check_scaled(a, a_scale, w, w_scale, bias, rows, scheme, out_dtype)
+    rows, block = RowMap(row_start, row_end, row_index, index_divisor), (block_rows, block_columns)
+    check_scaled(a, a_scale, w, w_scale, bias, rows, scheme, out_dtype, block)
     if not use_triton(a):
-        return scaled_grouped_gemm_reference(a, a_scale, w, w_scale, bias, rows, max_rows, scheme, out_dtype)
+        operands = (a, a_scale, w, w_scale, bias, rows)
+        return scaled_grouped_gemm_reference(*operands, max_rows, scheme, out_dtype, block=block)
     out = a.new_empty(max_rows, w.shape[1], dtype=out_dtype)
-    launch_scaled(a, a_scale, w, w_scale, bias, rows, out, None, scheme, expected_m, Epilogue())
+    launch_scaled(a, a_scale, w, w_scale, bias, rows, out, None, scheme, expected_m, Epilogue(), block)
     return out
 
 
@@ -221,14 +234,16 @@ def scaled_grouped_gemm_act(
     out_dtype: torch.dtype,
     requantize: bool,
     expected_m: int | None = None,
+    block_rows: int = SCALE_BLOCK,
+    block_columns: int = SCALE_BLOCK,
 ) -> tuple[Tensor, Tensor]:
     """GEMM1: act(scale · (x·x_scale)[row] @ (w1·w1_scale)[e].T + bias1[e]) for each row n, on the fp32 accumulator.
 
     Args:
-        x, x_scale, row_start, row_end, row_index, index_divisor, max_rows, scheme, out_dtype, expected_m: as in
-            `scaled_grouped_gemm`.
+        x, x_scale, row_start, row_end, row_index, index_divisor, max_rows, scheme, out_dtype, expected_m, block_rows,
+            block_columns: as in `scaled_grouped_gemm`.
         w1, w1_scale: `[L, 2I, H]`, gate rows then up rows (`[L, I, H]` not gated), and its scales. With scales per
-            block and I not a multiple of 128, the block that holds the last gates also holds the first up projections.
+            block and I not a multiple of R, the block that holds the last gates also holds the first up projections.
         bias1: `[L, 2I]` (`[L, I]`) floating, or None.
         row_scale: flat float32 or None, the router weight on the input, read at row_index[n] (n when None).
         activation, alpha, limit: fields of `Activation`.
@@ -244,15 +259,15 @@ def scaled_grouped_gemm_act(
             with another scheme.
     """
     rows = RowMap(row_start, row_end, row_index, index_divisor, row_scale)
-    epilogue = Epilogue(activation, alpha, limit)
-    check_scaled(x, x_scale, w1, w1_scale, bias1, rows, scheme, out_dtype)
+    epilogue, block = Epilogue(activation, alpha, limit), (block_rows, block_columns)
+    check_scaled(x, x_scale, w1, w1_scale, bias1, rows, scheme, out_dtype, block)
     gated = check_scaled_act(w1, rows, epilogue, scheme, requantize)
+    operands = (x, x_scale, w1, w1_scale, bias1, rows)
     if not use_triton(x):
-        operands = (x, x_scale, w1, w1_scale, bias1, rows)
-        return scaled_grouped_gemm_act_reference(*operands, max_rows, epilogue, scheme, out_dtype, requantize)
+        how = (epilogue, scheme, out_dtype, requantize)
+        return scaled_grouped_gemm_act_reference(*operands, max_rows, *how, block=block)
     out, scale = empty_act(x, w1, max_rows, gated, out_dtype, requantize)
-    out_scale = scale if requantize else None
-    launch_scaled(x, x_scale, w1, w1_scale, bias1, rows, out, out_scale, scheme, expected_m, epilogue)
+    launch_scaled(*operands, out, scale if requantize else None, scheme, expected_m, epilogue, block)
     return out, scale
 
 
@@ -278,6 +293,6 @@ def check_scaled_act(w1: Tensor, rows: RowMap, epilogue: Epilogue, scheme: str, 
 @scaled_grouped_gemm_act.register_fake
 def _(
     x, x_scale, w1, w1_scale, bias1, row_start, row_end, row_index, index_divisor, max_rows, row_scale, activation,
-    alpha, limit, scheme, out_dtype, requantize, expected_m=None,
+    alpha, limit, scheme, out_dtype, requantize, *_, **__,
 ):  # fmt: skip
     return empty_act(x, w1, max_rows, is_gated(activation, alpha, limit), out_dtype, requantize)

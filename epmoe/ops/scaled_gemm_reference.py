@@ -13,6 +13,7 @@ from epmoe.ops._segments import RowMap, segment_slices
 from epmoe.ops._triton import cdiv
 from epmoe.ops.activation import Epilogue, apply_activation, is_gated
 from epmoe.ops.quantize import SCALE_BLOCK, quantize_reference
+from epmoe.ops.quantize_blocks import BLOCK, spread_blocks
 
 
 def empty_act(
@@ -33,6 +34,7 @@ def _multiply(
     e: int,
     rows: slice | Tensor,
     scheme: str,
+    block: tuple[int, int],
     precise: torch.dtype,
 ) -> Tensor:
     """Rows `rows` of a times expert e's weights, both scaled back first."""
@@ -41,7 +43,7 @@ def _multiply(
     y, ys = w[e].to(precise), w_scale[e].to(precise)
     if scheme == "fp8_block":
         xs = xs.repeat_interleave(SCALE_BLOCK, 1)[:, : x.shape[1]]
-        ys = ys.repeat_interleave(SCALE_BLOCK, 0)[: y.shape[0]].repeat_interleave(SCALE_BLOCK, 1)[:, : y.shape[1]]
+        ys = spread_blocks(ys[None], y.shape[0], y.shape[1], block)[0]
     else:
         ys = ys[:, None]
     return (x * xs) @ (y * ys).T
@@ -58,11 +60,12 @@ def scaled_grouped_gemm_reference(
     scheme: str,
     out_dtype: torch.dtype,
     precise: torch.dtype = torch.float32,
+    block: tuple[int, int] = BLOCK,
 ) -> Tensor:
     """`scaled_grouped_gemm`, one matmul per expert in `precise`; `out_dtype` may be float64 too."""
     out = torch.empty(max_rows, w.shape[1], dtype=out_dtype, device=a.device)
     for e, own in segment_slices(rows.row_start, rows.row_end):
-        y = _multiply(a, a_scale, w, w_scale, e, rows.at(own), scheme, precise)
+        y = _multiply(a, a_scale, w, w_scale, e, rows.at(own), scheme, block, precise)
         out[own] = (y if bias is None else y + bias[e].to(precise)).to(out_dtype)
     return out
 
@@ -80,11 +83,12 @@ def scaled_grouped_gemm_act_reference(
     out_dtype: torch.dtype,
     requantize: bool,
     precise: torch.dtype = torch.float32,
+    block: tuple[int, int] = BLOCK,
 ) -> tuple[Tensor, Tensor]:
     """`scaled_grouped_gemm_act`, one matmul per expert in `precise`."""
     out, scale = empty_act(x, w1, max_rows, is_gated(*epilogue), out_dtype, requantize)
     for e, own in segment_slices(rows.row_start, rows.row_end):
-        y = _multiply(x, x_scale, w1, w1_scale, e, rows.at(own), scheme, precise)
+        y = _multiply(x, x_scale, w1, w1_scale, e, rows.at(own), scheme, block, precise)
         if (scales := rows.scales(own)) is not None:
             y = y * scales.to(precise)
         y = y if bias1 is None else y + bias1[e].to(precise)

@@ -10,12 +10,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from epmoe.ops.quantize import SCALE_BLOCK, row_format
+from epmoe.ops.quantize import row_format
+from epmoe.ops.quantize_blocks import BLOCK, block_mismatch
 from epmoe.quant.formats import FORMATS
 from epmoe.quant.rows import ROW_SCHEMES
+from epmoe.quant.weights import scheme_block_mismatch
 
 AS_WEIGHTS = "as weights"
-BLOCK = (SCALE_BLOCK, SCALE_BLOCK)
 
 
 def _scheme(field: str, value: str | None, allowed: tuple[str, ...]) -> None:
@@ -40,7 +41,9 @@ class QuantConfig:
             it costs about 2.6 % of each rank's part of a row, relative L2, and saves half of combine's bytes.
         experts: the kind that computes with quantized weights; `auto`: the fastest that can. For weights that are not
             quantized `MoEConfig.experts` says.
-        block: rows and columns of w that share a scale in block schemes, the last of each partial: 128 × 128.
+        block: rows and columns of w that share a scale in block schemes, the last of each partial: rows 1, 2, 4, .. 128
+            or a multiple of 128, columns 32, 64 or a multiple of 128. Rows of activations have a scale for 128 columns
+            all the same. The fastest kernels are those of 128 × 128.
         scales: of rows, `dynamic`, each row's own, or `static`: one number, fixed before (`MoELayer.set_input_scale`),
             by which rows are quantized before they are sent. For serving, with `fp8_row` or `int8_row` rows. It must
             be one number for all experts: a row is sent once, to several of them.
@@ -77,11 +80,10 @@ class QuantConfig:
                 f"QuantConfig.experts={self.experts!r} with weights=None: must be left unset; MoEConfig.experts names "
                 "the kind for weights that are not quantized"
             )
-        if tuple(self.block) != BLOCK:
-            raise ValueError(
-                f"QuantConfig.block={self.block!r}: must be {BLOCK}, the block of every kernel here; widths that it "
-                "does not divide are fine"
-            )
+        block = tuple(self.block) if isinstance(self.block, (list, tuple)) else (self.block,)
+        if (reason := scheme_block_mismatch(self.weights, block)) is not None:
+            raise ValueError(f"QuantConfig.block={self.block!r} with weights={self.weights!r}: {reason}")
+        object.__setattr__(self, "block", block)  # a list is what files have
 
         for field in ("scales", "down_scales"):
             if getattr(self, field) not in ("dynamic", "static"):
@@ -116,17 +118,28 @@ class QuantConfig:
         """The configuration of a released fp8 checkpoint, from the `quantization_config` of its `config.json`.
 
         Args:
-            settings: DeepSeek's form, `quant_method="fp8"`, `weight_block_size=[128, 128]`, `scale_fmt="ue8m0"` where
-                scales are powers of two; or without a block: weights with one scale for a tensor or a channel
-                (`weight_scale`), and rows likewise under `activation_scheme="static"` (`input_scale`).
+            settings: DeepSeek's form, `quant_method="fp8"`, `weight_block_size=[128, 128]` or another `block`,
+                `scale_fmt="ue8m0"` where scales are powers of two; or without a block: weights with one scale for a
+                tensor or a channel (`weight_scale`), and rows likewise under `activation_scheme="static"`
+                (`input_scale`).
             fields: other fields of the `QuantConfig`.
 
         Raises:
-            ValueError: another method, block, or kind of scales.
+            ValueError: another method, number format, block, or kind of scales.
         """
-        for name, right in (("quant_method", ("fp8",)), ("activation_scheme", ("dynamic", None, "static"))):
+        if not isinstance(settings, Mapping):
+            raise ValueError(f"settings is a {type(settings).__name__}: must be the dict of quantization_config")
+        for name, right in (
+            ("quant_method", ("fp8",)),
+            ("activation_scheme", ("dynamic", "static", None)),
+            ("fmt", ("e4m3", "e4m3fn", "float8_e4m3fn", None)),
+            ("scale_fmt", ("ue8m0", "float", None)),
+            ("expert_dtype", ("fp8", None)),
+        ):
             if settings.get(name) not in right:
-                raise ValueError(f"quantization_config.{name}={settings.get(name)!r}: must be {right[0]!r}")
+                allowed = ", ".join(repr(each) for each in right if each is not None)
+                unset = ", or left out" if None in right else ""
+                raise ValueError(f"quantization_config.{name}={settings.get(name)!r}: must be {allowed}{unset}")
         block, static = settings.get("weight_block_size"), settings.get("activation_scheme") == "static"
         if block is None:
             fixed = {"scales": "static", "down_scales": "static"} if static else {}
@@ -136,7 +149,8 @@ class QuantConfig:
                 "quantization_config.activation_scheme='static' with weight_block_size: must be 'dynamic', since rows "
                 "have a scale per block then"
             )
-        if tuple(block) != BLOCK:
-            raise ValueError(f"quantization_config.weight_block_size={block!r}: must be {list(BLOCK)}")
-        power_of_two = settings.get("scale_fmt") == "ue8m0"
-        return cls("fp8_block_ue8m0" if power_of_two else "fp8_block", **fields)
+        sizes = tuple(block) if isinstance(block, (list, tuple)) else (block,)
+        if (reason := block_mismatch(sizes)) is not None:
+            raise ValueError(f"quantization_config.weight_block_size={block!r}: {reason}")
+        scheme = "fp8_block_ue8m0" if settings.get("scale_fmt") == "ue8m0" else "fp8_block"
+        return cls(scheme, **({"block": tuple(block)} | fields))

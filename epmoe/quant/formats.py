@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from epmoe.ops.narrow_formats import narrow_format
-from epmoe.ops.quantize import SCALE_BLOCK, row_format
+from epmoe.ops.quantize import row_format
+from epmoe.ops.quantize_blocks import BLOCK
 from epmoe.quant.narrow import NARROW_SCHEMES, NarrowWeights, quantize_narrow
 from epmoe.quant.weights import (
     WEIGHT_SCHEMES,
     QuantizedWeights,
     dequantize_weights,
     quantize_weights,
+    scheme_block_mismatch,
     weight_scale_shape,
 )
 
@@ -48,12 +50,14 @@ class WeightFormat(NamedTuple):
     quantize: Callable[[Tensor, bool], dict[str, Tensor]]
 
 
-def _scaled_parts(scheme: str, shape: tuple[int, int, int], zeros: bool) -> dict[str, tuple[Shape, torch.dtype]]:
-    return {"": (shape, row_format(scheme).dtype), SCALE: (weight_scale_shape(shape, scheme), torch.float32)}
+def _scaled_parts(
+    scheme: str, shape: tuple[int, int, int], zeros: bool, block: tuple[int, int] = BLOCK
+) -> dict[str, tuple[Shape, torch.dtype]]:
+    return {"": (shape, row_format(scheme).dtype), SCALE: (weight_scale_shape(shape, scheme, block), torch.float32)}
 
 
-def _scaled(scheme: str, w: Tensor, zeros: bool) -> dict[str, Tensor]:
-    return parts_of(quantize_weights(w, scheme))
+def _scaled(scheme: str, w: Tensor, zeros: bool, block: tuple[int, int] = BLOCK) -> dict[str, Tensor]:
+    return parts_of(quantize_weights(w, scheme, block))
 
 
 def _narrow_parts(scheme: str, shape: tuple[int, int, int], zeros: bool) -> dict[str, tuple[Shape, torch.dtype]]:
@@ -84,43 +88,48 @@ def _format(rows: str | None, zeros: bool, parts: Callable[..., Any], make: Call
 FORMATS: Mapping[str, WeightFormat] = {
     scheme: _format(scheme, False, _scaled_parts, _scaled, scheme) for scheme in WEIGHT_SCHEMES
 } | {scheme: _format(None, narrow_format(scheme).zeros, _narrow_parts, _narrow, scheme) for scheme in NARROW_SCHEMES}
-"""Each format by the name of its scheme."""
+"""Each format by the name of its scheme, with blocks of 128 × 128 where it has blocks."""
 
 
-def weight_format(scheme: str) -> WeightFormat:
-    """The format of `scheme`.
+def weight_format(scheme: str, block: tuple[int, int] = BLOCK) -> WeightFormat:
+    """The format of `scheme`, with a scale for each `block` of rows and columns.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is none of that name, or it has no such blocks.
     """
     if scheme not in FORMATS:
         raise ValueError(f"scheme={scheme!r}: must be one of {', '.join(FORMATS)}")
-    return FORMATS[scheme]
+    form = FORMATS[scheme]
+    if (reason := scheme_block_mismatch(scheme, block)) is not None:
+        raise ValueError(f"block={block!r} with scheme={scheme!r}: {reason}")
+    if block == BLOCK:
+        return form
+    parts, make = functools.partial(_scaled_parts, scheme, block=block), functools.partial(_scaled, scheme, block=block)
+    return form._replace(parts=parts, quantize=make)
 
 
 def join_gate_up(gate: QuantizedWeights, up: QuantizedWeights) -> QuantizedWeights:
     """w1 `[L, 2I, H]` of a checkpoint's gate and up projections `[L, I, H]`, without widening them.
 
-    Values and scales are those of the checkpoint, to the bit, where I is a multiple of the scale block of 128 rows (or
+    Values and scales are those of the checkpoint, to the bit, where I is a multiple of the rows of a scale block (or
     scales are per channel). Elsewhere one block of w1 holds the last gates and the first up projections, and every
     block of the up projections lies across two: blocks that do not keep their rows are rounded again, an error of at
     most half a step of e4m3 more.
 
     Raises:
-        ValueError: the two differ in scheme or shape.
+        ValueError: the two differ in scheme, block or shape.
     """
-    if gate.scheme != up.scheme or gate.values.shape != up.values.shape:
-        raise ValueError(
-            f"gate is {gate.scheme} {tuple(gate.values.shape)}, up {up.scheme} {tuple(up.values.shape)}: must be alike"
-        )
-    scheme, rows = gate.scheme, gate.values.shape[1]
+    if (gate.scheme, gate.block, gate.values.shape) != (up.scheme, up.block, up.values.shape):
+        kinds = [f"{part.scheme} {tuple(part.values.shape)} by blocks of {part.block}" for part in (gate, up)]
+        raise ValueError(f"gate is {kinds[0]}, up {kinds[1]}: must be alike")
+    scheme, block, rows = gate.scheme, gate.block, gate.values.shape[1]
     values = torch.cat([gate.values.view(torch.uint8), up.values.view(torch.uint8)], 1).view(gate.values.dtype)
     scales = torch.cat([gate.scales, up.scales], 1)
-    if not row_format(scheme).group or rows % SCALE_BLOCK == 0:
-        return QuantizedWeights(values, scales, scheme)
+    if not row_format(scheme).group or rows % block[0] == 0:
+        return QuantizedWeights(values, scales, scheme, block)
     wide = torch.cat([dequantize_weights(part, torch.float32) for part in (gate, up)], 1)
-    again = quantize_weights(wide, scheme)
-    kept = rows // SCALE_BLOCK  # blocks of gates alone, which keep their scales and values
-    again.values.view(torch.uint8)[:, : kept * SCALE_BLOCK] = values.view(torch.uint8)[:, : kept * SCALE_BLOCK]
+    again = quantize_weights(wide, scheme, block)
+    kept = rows // block[0]  # blocks of gates alone, which keep their scales and values
+    again.values.view(torch.uint8)[:, : kept * block[0]] = values.view(torch.uint8)[:, : kept * block[0]]
     again.scales[:, :kept] = scales[:, :kept]
     return again

@@ -3,10 +3,10 @@ as `MoELayer.load_experts` takes it. Beside the path of a token.
 
     {gate_proj, up_proj, down_proj}.weight            [N, K] float8_e4m3fn or int8
     {gate_proj, up_proj, down_proj}.weight_scale      one number, [N] or [N, 1]: of the tensor, or of each channel
-    {gate_proj, up_proj, down_proj}.weight_scale_inv  [ceil(N / 128), ceil(K / 128)], with scales per block instead
+    {gate_proj, up_proj, down_proj}.weight_scale_inv  [ceil(N / R), ceil(K / C)], with scales per block instead
     {gate_proj, up_proj, down_proj}.input_scale       one number, of what the projection multiplies, where it is static
 
-N output channels, K what is summed over.
+N output channels, K what is summed over, R and C rows and columns of a block.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 
 from epmoe.ops.quantize import row_format
+from epmoe.ops.quantize_blocks import BLOCK
 from epmoe.quant.formats import join_gate_up, parts_of
 from epmoe.quant.weights import WEIGHT_SCHEMES, QuantizedWeights
 
 
-def expert_parts(tensors: Mapping[str, Tensor], scheme: str, prefix: str = "") -> dict[str, Tensor]:
+def expert_parts(
+    tensors: Mapping[str, Tensor], scheme: str, prefix: str = "", block: tuple[int, int] = BLOCK
+) -> dict[str, Tensor]:
     """The expert under `prefix`, without widening it: `layer.load_experts(expert_parts(...), expert_ids=[e])`.
 
     Values keep their bits. A scale for a tensor becomes the same scale for each of its channels, so that gate and up
@@ -31,6 +34,7 @@ def expert_parts(tensors: Mapping[str, Tensor], scheme: str, prefix: str = "") -
         tensors: by name, as above; others are left alone.
         scheme: what the layer's `QuantConfig.weights` is, one of `WEIGHT_SCHEMES`.
         prefix: of the names, such as `model.layers.3.mlp.experts.17.`.
+        block: what the layer's `QuantConfig.block` is, `weight_block_size` of the checkpoint.
 
     Returns:
         `gate_up_proj`, `down_proj`, their scales and, where the checkpoint has `down_proj.input_scale`,
@@ -39,7 +43,8 @@ def expert_parts(tensors: Mapping[str, Tensor], scheme: str, prefix: str = "") -
     Raises:
         ValueError: a name that is missing, or a tensor that is not that.
     """
-    gate, up, down = (_projection(tensors, prefix + name, scheme) for name in ("gate_proj", "up_proj", "down_proj"))
+    names = ("gate_proj", "up_proj", "down_proj")
+    gate, up, down = (_projection(tensors, prefix + name, scheme, block) for name in names)
     parts = {f"gate_up_proj{suffix}": part for suffix, part in parts_of(join_gate_up(gate, up)).items()}
     parts |= {f"down_proj{suffix}": part for suffix, part in parts_of(down).items()}
     if (fixed := tensors.get(f"{prefix}down_proj.input_scale")) is not None:
@@ -70,7 +75,7 @@ def _one_number(t: Tensor, name: str) -> Tensor:
     return t.float().reshape(1)
 
 
-def _projection(tensors: Mapping[str, Tensor], name: str, scheme: str) -> QuantizedWeights:
+def _projection(tensors: Mapping[str, Tensor], name: str, scheme: str, block: tuple[int, int]) -> QuantizedWeights:
     """`[1, N, K]`."""
     if scheme not in WEIGHT_SCHEMES:
         raise ValueError(f"scheme={scheme!r}: must be one of {', '.join(WEIGHT_SCHEMES)}")
@@ -81,7 +86,7 @@ def _projection(tensors: Mapping[str, Tensor], name: str, scheme: str) -> Quanti
         )
     if row_format(scheme).group:
         scale = _named(tensors, f"{name}.weight_scale_inv").float()
-        return QuantizedWeights(weight[None], scale[None].contiguous(), scheme)
+        return QuantizedWeights(weight[None], scale[None].contiguous(), scheme, block)
     scale, channels = _named(tensors, f"{name}.weight_scale").float(), weight.shape[0]
     if scale.numel() not in (1, channels) or scale.dim() > 2 or (scale.dim() == 2 and scale.shape[1] != 1):
         raise ValueError(

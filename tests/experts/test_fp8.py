@@ -16,7 +16,7 @@ from epmoe.kernel import MoEKernel
 from epmoe.ops import _triton
 from epmoe.ops._triton import INTERPRET
 from epmoe.ops.quantize import quantize_reference, row_format
-from epmoe.ops.quantize_blocks import quantize_blocks_reference
+from epmoe.ops.quantize_blocks import BLOCK, quantize_blocks_reference
 from epmoe.placement import ExpertPlacement
 from epmoe.quant import (
     QuantizedWeights,
@@ -49,19 +49,25 @@ def device(request, monkeypatch):
 
 def make(
     scheme: str, device: str, seed: int, *, act: str = "swiglu", bias: bool = True, on_input: bool = False,
-    rows: int = 7, h: int = H, i: int = I,
+    rows: int = 7, h: int = H, i: int = I, block: tuple[int, int] = BLOCK,
 ) -> Case:  # fmt: skip
     d = draw(scheme, device, seed, act=act, bias=bias, on_input=on_input, rows=rows, h=h, i=i)
-    q1, q2 = (quantized_by_twins(w, scheme) for w in (d.w1, d.w2))
+    if block != BLOCK:  # blocks that differ from their neighbours
+        g = torch.Generator().manual_seed(seed)
+        for w in (d.w1, d.w2):
+            w *= 4.0 ** torch.randint(-1, 2, (1, w.shape[1], 1), generator=g)
+            w *= 4.0 ** torch.randint(-1, 2, (1, 1, w.shape[2]), generator=g)
+    q1, q2 = (quantized_by_twins(w, scheme, block) for w in (d.w1, d.w2))
     tensors = (q1.values, q2.values, d.b1, d.b2, None, q1.scales, q2.scales)
     weights = ExpertWeights(*(None if t is None else t.to(device) for t in tensors))
-    return Case(d.spec, d.rows, weights, (d.w1.to(device), d.w2.to(device)))
+    spec = dataclasses.replace(d.spec, block=block)
+    return Case(spec, d.rows, weights, (d.w1.to(device), d.w2.to(device)))
 
 
-def quantized_by_twins(w: Tensor, scheme: str) -> QuantizedWeights:
+def quantized_by_twins(w: Tensor, scheme: str, block: tuple[int, int] = BLOCK) -> QuantizedWeights:
     """On CPU, where a GPU's machine runs no kernel and the interpreter would run a program for each channel."""
     if row_format(scheme).group:
-        return QuantizedWeights(*quantize_blocks_reference(w, scheme), scheme)
+        return QuantizedWeights(*quantize_blocks_reference(w, scheme, block), scheme, block)
     values, scales = quantize_reference(w.view(-1, w.shape[2]), scheme)
     return QuantizedWeights(values.view(w.shape), scales.view(w.shape[:2]), scheme)
 
@@ -72,8 +78,9 @@ def expected(c: Case, quantized: bool) -> Tensor:
     assert spec.scheme is not None and w.gate_up_scale is not None and w.down_scale is not None
     w1, w2 = (raw.double() for raw in c.raw)
     if quantized:
-        w1 = dequantize_weights(QuantizedWeights(w.gate_up_proj, w.gate_up_scale, spec.scheme), torch.float64)
-        w2 = dequantize_weights(QuantizedWeights(w.down_proj, w.down_scale, spec.scheme), torch.float64)
+        how = (spec.scheme, spec.block)
+        w1 = dequantize_weights(QuantizedWeights(w.gate_up_proj, w.gate_up_scale, *how), torch.float64)
+        w2 = dequantize_weights(QuantizedWeights(w.down_proj, w.down_scale, *how), torch.float64)
     x = dequantize_rows(quantize_rows(c.rows.x, spec.scheme), torch.float64) if quantized else c.rows.x.double()
     out = torch.zeros(*c.rows.topk_ids.shape, w2.shape[1], dtype=torch.float64, device=x.device)
     for t in range(x.shape[0]):
@@ -117,6 +124,26 @@ def test_standard_rows_match_float64_of_the_same_quantized_numbers(scheme, on_in
         y = experts(c.rows, c.weights)
     assert y.dtype == torch.bfloat16
     assert row_error(y, weighted(c, expected(c, quantized=True))) < SAME_NUMBERS[device]
+
+
+@pytest.mark.parametrize("block", [(64, 64), (1, 128), (32, 32), (256, 256)], ids=str)
+@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_block_ue8m0"])
+def test_blocks_of_any_size_match_float64_in_either_layout(scheme, block, device, seed):
+    c = make(scheme, device, seed, block=block)
+    experts, want = GroupedFp8Experts(c.spec), expected(c, quantized=True)
+    with poisoned_empty():
+        y = experts(c.rows, c.weights)
+        batched = experts(rows := c.batched(), c.weights)
+    assert row_error(y, weighted(c, want)) < SAME_NUMBERS[device]
+    assert rows.slot is not None
+    taken = rows.slot >= 0
+    got = batched.view(-1, H)[rows.slot[taken].long()].to(want.device)
+    assert row_error(got, want[taken.to(want.device)]) < SAME_NUMBERS[device]
+    reference = ReferenceExperts(dataclasses.replace(c.spec, dtype=torch.float64))
+    wide = dataclasses.replace(c.rows, x=dequantize_rows(quantize_rows(c.rows.x, scheme), torch.float64))
+    wide = dataclasses.replace(wide, topk_weights=wide.topk_weights.double())
+    # but for the rounding of the activation, a pass of which `want` has
+    assert row_error(reference(wide, c.weights.to(torch.float64)), weighted(c, want)) < UNQUANTIZED[scheme]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -299,6 +326,10 @@ def test_weights_that_do_not_fit_the_scheme_are_named(scheme, seed):
     ]:
         with pytest.raises(ValueError, match=message):
             experts(c.rows, dataclasses.replace(w, **change))
+    if row_format(scheme).group:
+        for kind in (GroupedFp8Experts, ReferenceExperts):
+            with pytest.raises(ValueError, match=r"gate_up_scale is .*\(4, 2, 2\).*\(4, 3, 3\).* and block=\(64, 64\)"):
+                kind(dataclasses.replace(c.spec, block=(64, 64)))(c.rows, w)
     plain = ReferenceExperts(dataclasses.replace(c.spec, scheme=None))
     with pytest.raises(ValueError, match="gate_up_scale is given with scheme=None"):
         plain(c.rows, dataclasses.replace(w, gate_up_proj=c.raw[0].bfloat16(), down_proj=c.raw[1].bfloat16()))

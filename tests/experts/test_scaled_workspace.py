@@ -11,6 +11,7 @@ from epmoe import Activation, ExpertPlacement, ExpertsSpec, ExpertWeights, MoEKe
 from epmoe.comm.workspace import Workspace
 from epmoe.ops._triton import INTERPRET
 from epmoe.ops.quantize import quantize, quantize_into
+from epmoe.ops.quantize_blocks import BLOCK
 from epmoe.ops.scaled_gemm_into import scaled_grouped_gemm_act_into, scaled_grouped_gemm_into
 from epmoe.quant import quantize_weights
 from epmoe.testing import poisoned_empty
@@ -32,14 +33,15 @@ def device(request: Any, monkeypatch: Any) -> str:
 
 
 def make(
-    scheme: str, layout: str, sent: str | None, device: str, seed: int, workspace: Workspace | None
-) -> tuple[MoEKernel, tuple[Any, ...]]:
-    spec = ExpertsSpec(Activation(), H, I, torch.bfloat16, torch.device(device), scheme=scheme)
+    scheme: str, layout: str, sent: str | None, device: str, seed: int, workspace: Workspace | None,
+    block: tuple[int, int] = BLOCK,
+) -> tuple[MoEKernel, tuple[Any, ...]]:  # fmt: skip
+    spec = ExpertsSpec(Activation(), H, I, torch.bfloat16, torch.device(device), scheme=scheme, block=block)
     moves = make_dispatcher("local", None, ExpertPlacement.contiguous(E, 1), device)
     experts = select_experts(spec, "grouped_fp8", layout).experts
     g = torch.Generator().manual_seed(seed)
     q1, q2 = (
-        quantize_weights((torch.randn(E, n, k, generator=g) * k**-0.5).to(device), scheme)
+        quantize_weights((torch.randn(E, n, k, generator=g) * k**-0.5).to(device), scheme, block)
         for n, k in ((2 * I, H), (H, I))
     )
     bias = torch.randn(E, H, generator=g).to(device, torch.bfloat16)
@@ -55,9 +57,25 @@ def make(
 def test_a_workspace_changes_no_bit_whatever_it_held_and_is_as_large_as_planned(
     scheme: str, layout: str, sent: str | None, device: str, seed: int
 ) -> None:
-    free, rows = make(scheme, layout, sent, device, seed, None)
+    check_workspace(scheme, layout, sent, device, seed)
+
+
+@pytest.mark.parametrize(("layout", "sent"), [("standard", "fp8_block"), ("batched", None)])
+@pytest.mark.parametrize("block", [(64, 64), (1, 128), (256, 256)], ids=str)
+def test_nor_does_one_beside_blocks_of_any_size(
+    block: tuple[int, int], layout: str, sent: str | None, device: str, seed: int, monkeypatch: Any
+) -> None:
+    if block == (64, 64) and layout == "standard":  # by the kernels, which find blocks on a way of their own
+        monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
+    check_workspace("fp8_block", layout, sent, device, seed, block)
+
+
+def check_workspace(
+    scheme: str, layout: str, sent: str | None, device: str, seed: int, block: tuple[int, int] = BLOCK
+) -> None:
+    free, rows = make(scheme, layout, sent, device, seed, None, block)
     space = Workspace(torch.device(device))
-    kernel, _ = make(scheme, layout, sent, device, seed, space)
+    kernel, _ = make(scheme, layout, sent, device, seed, space, block)
     places = E * 9 if layout == "batched" else 9
     with torch.no_grad(), poisoned_empty():
         want = free(*rows).routed

@@ -29,7 +29,7 @@ def test_another_layouts_experts_are_refused_with_a_way_out():
         select_experts(SPEC, "grouped", "batched")
     with pytest.raises(ValueError, match="experts='fast': must be auto"):
         select_experts(SPEC, "fast", "batched")
-    with pytest.raises(ValueError, match="layout='ragged': must be standard or batched"):
+    with pytest.raises(ValueError, match="layout='ragged': must be one of standard, batched"):
         select_experts(SPEC, layout="ragged")
 
 

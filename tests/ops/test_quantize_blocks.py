@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from epmoe.ops._triton import INTERPRET
-from epmoe.ops.quantize_blocks import quantize_blocks, quantize_blocks_reference, round_blocks
+from epmoe.ops.quantize_blocks import block_mismatch, quantize_blocks, quantize_blocks_reference, round_blocks
 from epmoe.quant import QuantizedWeights, dequantize_weights
 from epmoe.testing import poisoned_empty
 
@@ -56,6 +56,33 @@ def test_kernel_and_twin_give_the_same_bits(scheme, n, k, dtype, device, seed):
     assert torch.equal(wide.cpu()[normal].nan_to_num(-1), held[normal].nan_to_num(-1))
 
 
+@pytest.mark.parametrize(
+    "block", [(64, 64), (32, 128), (1, 64), (16, 32), (128, 384), (256, 128), (2**40, 2**40)], ids=str
+)
+def test_kernel_and_twin_give_the_same_bits_in_blocks_of_any_size(block, device, seed):
+    """Widths that cut the last block; the largest are read in several pieces."""
+    w = weights(150 if block[0] > 16 else 19, 420 if block[1] > 128 else 200, seed).to(device)
+    with poisoned_empty():
+        values, scales = quantize_blocks(w, "fp8_block", *block)
+    want, want_scales = quantize_blocks_reference(w.cpu(), "fp8_block", block)
+    bits, right = values.cpu().view(torch.uint8), want.view(torch.uint8)
+    if INTERPRET:  # as above
+        bits, right = (torch.where(b == 0x80, 0, b) for b in (bits, right))
+    assert torch.equal(bits, right)
+    assert scales.shape == (2, -(-w.shape[1] // block[0]), -(-w.shape[2] // block[1]))
+    assert torch.equal(scales.cpu().nan_to_num(-1), want_scales.nan_to_num(-1))
+
+
+@pytest.mark.parametrize(
+    "block", [(3, 128), (0, 128), (-64, 64), (128, 16), (192, 128), (128, 200), (128,), (64.0, 64)]
+)
+def test_blocks_that_no_dot_could_multiply_are_refused_with_those_that_can(block):
+    assert block_mismatch(block) is not None
+    if len(block) == 2 and isinstance(block[0], int):
+        with pytest.raises(ValueError, match="rows 1, 2, 4, .. 128 or a multiple of 128, columns 32, 64 or a multiple"):
+            quantize_blocks(torch.ones(1, 4, 4), "fp8_block", *block)
+
+
 def test_rows_may_lie_apart_and_what_does_not_fit_is_named(device, seed):
     wide = weights(130, 300, seed).to(device)
     for got, want in zip(
@@ -74,3 +101,5 @@ def test_rows_may_lie_apart_and_what_does_not_fit_is_named(device, seed):
         for call in (quantize_blocks, round_blocks):
             with pytest.raises(ValueError, match=message):
                 call(w, scheme)
+    shapes = torch.ops.epmoe.quantize_blocks(torch.empty(2, 130, 300, device="meta"), "fp8_block", 32, 256)
+    assert [t.shape for t in shapes] == [(2, 130, 300), (2, 5, 2)]

@@ -17,7 +17,7 @@ from epmoe.ops._segments import RowMap, batched_segments, standard_segments
 from epmoe.ops._triton import INTERPRET
 from epmoe.ops.activation import Epilogue
 from epmoe.ops.quantize import quantize_reference
-from epmoe.ops.quantize_blocks import quantize_blocks_reference
+from epmoe.ops.quantize_blocks import BLOCK, quantize_blocks_reference
 from epmoe.ops.scaled_gemm import SCALED_SCHEMES, scaled_grouped_gemm, scaled_grouped_gemm_act
 from epmoe.ops.scaled_gemm_reference import scaled_grouped_gemm_act_reference, scaled_grouped_gemm_reference
 from epmoe.quant import QuantizedWeights
@@ -59,8 +59,9 @@ def configure(monkeypatch):
 
 
 def case(
-    counts: list[int], n: int, d: int, scheme: str, device: str, seed: int, layout: str = "gathered", k: int = 3
-) -> SimpleNamespace:
+    counts: list[int], n: int, d: int, scheme: str, device: str, seed: int, layout: str = "gathered", k: int = 3,
+    block: tuple[int, int] = BLOCK,
+) -> SimpleNamespace:  # fmt: skip
     """Rows over six decades and experts over three, inside wider buffers of NaN; rows of no expert are NaN, their
     scales too, and their indices -1."""
     generator = torch.Generator().manual_seed(seed)
@@ -98,9 +99,11 @@ def case(
     magnitude = torch.tensor([1.0, 1e3, 1e-3, 3.0])[torch.arange(L) % 4]
     w = randn(L, n, d) * magnitude[:, None, None] / d**0.5
     w *= 10.0 ** torch.randint(-1, 2, (L, n, 1), generator=generator)  # channels differ too
+    if block != BLOCK:  # and columns: those of a block differ from its neighbours'
+        w *= 10.0 ** torch.randint(-1, 2, (L, 1, d), generator=generator)
     # By the twins: on a GPU's machine no kernel runs on CPU tensors.
     if scheme == "fp8_block":
-        q = QuantizedWeights(*quantize_blocks_reference(w, scheme), scheme)
+        q = QuantizedWeights(*quantize_blocks_reference(w, scheme, block), scheme, block)
     else:
         w_values, w_scales = quantize_reference(w.view(-1, d), scheme)
         q = QuantizedWeights(w_values.view(w.shape), w_scales.view(L, n), scheme)
@@ -108,7 +111,8 @@ def case(
     row_scale = torch.rand(max(tokens * k, max_rows), generator=generator) + 0.5
     padding = torch.ones(max_rows, dtype=torch.bool)
     padding[owned] = False
-    c = SimpleNamespace(scheme=scheme, divisor=divisor, max_rows=max_rows, bounds=bounds)
+    c = SimpleNamespace(scheme=scheme, divisor=divisor, max_rows=max_rows, bounds=bounds, block=block)
+    c.blocks = dict(zip(("block_rows", "block_columns"), block, strict=True))
     tensors = {
         "a": wide_a, "a_scale": wide_s, "w": q.values, "w_scale": q.scales, "bias": bias, "row_scale": row_scale,
         "x": x, "raw_w": w, "owned": owned, "padding": padding, "source": source, "expert": expert,
@@ -122,6 +126,9 @@ def case(
     c.rows = (*c.segments, c.index, divisor, max_rows)
     c.sources = (RowMap(*c.segments, c.index, divisor), max_rows)  # the same for the twins
     return c
+
+
+BLOCKS = [(64, 64), (128, 64), (32, 128), (1, 128), (256, 256), (64, 384), (2, 32)]
 
 
 def row_error(got: Tensor, want: Tensor) -> float:
@@ -138,16 +145,16 @@ def act_twin(
 ) -> tuple[Tensor, Tensor]:
     rows, epilogue = c.sources[0]._replace(row_scale=scale), Epilogue(act.name, act.alpha, act.limit)
     return scaled_grouped_gemm_act_reference(
-        *c.operands, bias, rows, c.max_rows, epilogue, c.scheme, out, requantize, precise=torch.float64
+        *c.operands, bias, rows, c.max_rows, epilogue, c.scheme, out, requantize, torch.float64, c.block
     )
 
 
 def check_gemm(c: SimpleNamespace, bias: bool = False, out: torch.dtype = torch.bfloat16, **options: object) -> Tensor:
     b = c.bias if bias else None
     with poisoned_empty():
-        got = scaled_grouped_gemm(*c.operands, b, *c.rows, c.scheme, out, **options)
+        got = scaled_grouped_gemm(*c.operands, b, *c.rows, c.scheme, out, **c.blocks, **options)
     double = torch.float64
-    want = scaled_grouped_gemm_reference(*c.operands, b, *c.sources, c.scheme, double, precise=double)
+    want = scaled_grouped_gemm_reference(*c.operands, b, *c.sources, c.scheme, double, double, c.block)
     assert got.shape == want.shape and got.dtype == out
     assert row_error(got[c.owned], want[c.owned]) < ROW_ERROR[c.a.device.type][out]
     assert got[c.padding].isnan().all(), "a row of no expert was written"
@@ -158,7 +165,8 @@ def check_act(c: SimpleNamespace, act: Activation, requantize: bool, bias: bool 
     b, s = c.bias if bias else None, c.row_scale if scale else None
     tail = (s, act.name, act.alpha, act.limit, c.scheme)
     with poisoned_empty():
-        got, got_scale = scaled_grouped_gemm_act(*c.operands, b, *c.rows, *tail, torch.bfloat16, requantize)
+        tail = (*tail, torch.bfloat16, requantize)
+        got, got_scale = scaled_grouped_gemm_act(*c.operands, b, *c.rows, *tail, **c.blocks)
     double = torch.float64
     want, _ = act_twin(c, act, b, s, double, False)
     want = want[c.owned]
@@ -207,6 +215,18 @@ def test_twin_is_a_dot_product_of_scaled_numbers_per_row_and_column(scheme, layo
                 total += c.a[source, i].item() * c.w[e, column, i].item() * scale
             assert got[n, column].item() == pytest.approx(total, rel=1e-9)
     assert got[c.padding].isnan().all()
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_twin_finds_the_scale_of_each_number_in_blocks_of_any_size(block, seed):
+    c = case([2, 0, 3], 300, 420, "fp8_block", "cpu", seed, block=block)
+    double, (rows, columns) = torch.float64, block
+    got = scaled_grouped_gemm_reference(*c.operands, c.bias, *c.sources, c.scheme, double, double, block)
+    column, i = torch.arange(300)[:, None], torch.arange(420)[None, :]
+    for n, source, e in zip(c.owned.tolist(), c.source.tolist(), c.expert.tolist(), strict=True):
+        w = c.w[e].double() * c.w_scale[e].double()[column // rows, i // columns]
+        want = w @ (c.a[source].double() * c.a_scale[source].double()[i[0] // 128]) + c.bias[e].double()
+        torch.testing.assert_close(got[n], want, rtol=1e-9, atol=1e-9 * want.abs().max().item())
 
 
 @pytest.mark.parametrize("scheme", SCALED_SCHEMES)
@@ -318,6 +338,75 @@ def test_steps_of_several_blocks_need_no_multiple_of_them(scheme, d, device, see
     check_gemm(case([5, 0, 20], 144, d, scheme, device, seed))
 
 
+@pytest.mark.parametrize("swap", [False, True], ids=["plain", "swapped"])
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_blocks_of_any_size_at_widths_that_nothing_divides(block, swap, device, seed, configure):
+    """What is gated has an I that no block divides but that of one row; both have a last block cut in either way."""
+
+    def choose(device, per_block, rows, n, d, gated, *args):
+        split = gated or not swap  # of what is not gated: one dot of 128 weight rows, or two
+        unroll = 2 if swap else 1
+        return ScaledConfig(32, 256 if split else 128, 2, 4, 2, split=split, swap_ab=swap, unroll=unroll)
+
+    configure(choose)
+    counts = [5, 0, 17] if device == "cpu" else [5, 0, 340, 1, 64, 129]
+    check_gemm(case(counts, 300, 420, "fp8_block", device, seed, "in-place", block=block), bias=True)
+    check_act(case(counts, 2 * 203, 420, "fp8_block", device, seed, block=block), Activation("swiglu"), True)
+    check_act(case(counts, 203, 420, "fp8_block", device, seed, block=block), Activation("relu2"), False)
+
+
+@pytest.mark.parametrize("width", [128, 384])
+@pytest.mark.parametrize("block", [(128, 64), (256, 256), (384, 128)], ids=str)
+def test_up_projections_may_begin_inside_a_block_or_where_one_does(block, width, device, seed):
+    c = case([3, 0, 17], 2 * width, 272, "fp8_block", device, seed, block=block)
+    check_act(c, Activation("swiglu"), requantize=True)
+
+
+@pytest.mark.parametrize("rows", [4, 20, 400])
+@pytest.mark.parametrize("block", [(64, 64), (1, 128), (256, 256)], ids=str)
+def test_what_a_gpu_would_choose_for_a_block_is_right_and_not_its_gluon_kernel(block, rows, device, seed, configure):
+    chosen = []
+
+    def choose(device, per_block, _, *args):
+        chosen.append(scaled_config(device, per_block, rows, *args[:5], interpret=False))
+        return chosen[-1]
+
+    configure(choose)
+    c = case([2, 0, 5], 144, 272, "fp8_block", device, seed, block=block)
+    check_gemm(c, bias=True)
+    check_act(c, Activation("swiglu"), requantize=True)
+    assert len(chosen) == 2 and not any(config.gluon for config in chosen)
+
+
+def test_the_gluon_kernel_takes_blocks_of_128_by_128_and_no_others(monkeypatch):
+    gluon = pytest.importorskip("epmoe.ops._scaled_gluon")
+    a, w, out = (torch.empty(*shape, dtype=torch.uint8) for shape in ((8, 256), (2, 256, 256), (8, 256)))
+    config = ScaledConfig(64, 256, 8, 4, 4, gluon=True)
+    assert gluon.can_take(a, w, out, False, False, config)
+    assert not any(gluon.can_take(a, w, out, False, False, config, block) for block in BLOCKS)
+
+
+def test_entries_that_were_tuned_for_128_by_128_are_not_those_of_other_blocks(monkeypatch):
+    tuned = ScaledConfig(64, 256, 8, 4, 4, split=True, gluon=True)
+    monkeypatch.setattr(_scaled_configs, "tuned", lambda *args: tuned)
+    operands = (
+        torch.device("cpu"),
+        "fp8_block",
+        (2, 256, 256),
+        (65536, 256, 1),
+        True,
+        True,
+        8,
+        False,
+        1,
+        "none",
+        False,
+    )
+    plan = _scaled_configs.scaled_plan.__wrapped__
+    assert plan(*operands, torch.bfloat16).config == tuned
+    assert plan(*operands, torch.bfloat16, (64, 64)).config != tuned
+
+
 def test_expected_rows_choose_a_configuration_and_never_a_result(device, seed, configure):
     configure(lambda *args: scaled_config(*args[:7], interpret=False))
     c = case([3, 0, 90], 128, 128, "fp8_block", device, seed, "batched")
@@ -386,6 +475,12 @@ def test_what_does_not_fit_is_named(seed):
         ({"row_index": c.index.long()}, "row_index is torch.int64"),
         ({"index_divisor": 0}, "index_divisor=0"),
         ({"out_dtype": torch.float32}, "out_dtype=torch.float32"),
+        (
+            {"block_rows": 96},
+            r"block_rows, block_columns=\(96, 128\) with scheme='fp8_block': must be \(rows, columns\)",
+        ),
+        ({"block_columns": 16}, r"block_columns=\(128, 16\)"),
+        ({"block_columns": 64}, r"w_scale is torch.float32 \(2, 1, 2\).*must be contiguous float32 \(2, 1, 3\)"),
     ]:
         with pytest.raises(ValueError, match=message):
             scaled_grouped_gemm(**(good | change))
@@ -393,3 +488,5 @@ def test_what_does_not_fit_is_named(seed):
     tail = (None, "swiglu", 1.0, math.inf, "fp8_row", torch.bfloat16, True)
     with pytest.raises(ValueError, match="requantize=True with scheme='fp8_row'"):
         scaled_grouped_gemm_act(*rows.operands, None, *rows.rows, *tail)
+    with pytest.raises(ValueError, match=r"\(64, 128\) with scheme='fp8_row': must be \(128, 128\)"):
+        scaled_grouped_gemm_act(*rows.operands, None, *rows.rows, *tail, block_rows=64)

@@ -1,10 +1,11 @@
-"""Every scheme of weights with every dispatcher in either layout, on real processes: each row against float64 of the
-same quantized numbers, where the arithmetic shows, and against float64 of nothing quantized, where the scheme's own
-error does. Bytes that cross to each rank are counted beside."""
+"""Every kind of experts with quantized weights, every scheme, every dispatcher in either layout, on real processes:
+each row against float64 of the same quantized numbers, where the arithmetic shows, and against float64 of nothing
+quantized, where the scheme's own error does. Bytes that cross to each rank are counted beside."""
 
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -23,7 +24,9 @@ from epmoe import (
     make_dispatcher,
     select_experts,
 )
+from epmoe.capabilities import LAYOUTS, combinations
 from epmoe.dispatch.wire import row_bytes
+from epmoe.experts import QUANTIZED_EXPERTS
 from epmoe.experts.base import Experts
 from epmoe.quant import (
     NARROW_SCHEMES,
@@ -38,18 +41,25 @@ from epmoe.quant.formats import FIELDS, FORMATS
 from epmoe.testing import poisoned_empty, run_ranks
 
 E, K, H, I, CAP = 7, 2, 192, 80, 7  # noqa: E741  (neither width is a multiple of a block of 128)
-LAYOUTS = ("standard", "batched")
-KINDS = {"fp8_block": "grouped_fp8", "fp8_block_ue8m0": "grouped_fp8", "fp8_row": "grouped_fp8"} | {
-    "int8_row": "grouped_int8"
-}
+BESIDE_REFERENCE = [
+    (kind.name, s) for kind in QUANTIZED_EXPERTS.values() for s in kind.schemes if kind.name != "reference"
+]
+SCALED = [
+    (kind, scheme) for kind, scheme in BESIDE_REFERENCE if scheme is not None and FORMATS[scheme].rows is not None
+]
+JOINED = [
+    (c.dispatcher, c.experts, c.layout) for c in combinations() if c.refusal is None and c.experts in QUANTIZED_EXPERTS
+]
+SITUATIONS = ("a rank without tokens", "one token each", "all to one rank")
 # Relative L2 of any one row. The same numbers: bf16 between the GEMMs and on the way back, a number beside a tie that
 # falls on its other side. Nothing quantized: what rounding weights, rows and activations costs each scheme.
 SAME = 0.02
 OWN = {"fp8": 0.12, "int8_row": 0.05, "int8": 0.04, "int4": 0.45, "mxfp4": 0.45, "nvfp4": 0.4, "mxfp6": 0.2}
 
 
-def kind_of(scheme: str) -> str:
-    return KINDS.get(scheme, "weight_only")
+def kinds_of(scheme: str) -> list[str]:
+    """Those that compute with such weights in fewer bits or by kernels."""
+    return [kind for kind, its in BESIDE_REFERENCE if its == scheme]
 
 
 def own_error(scheme: str) -> float:
@@ -66,13 +76,16 @@ def wide_weights(seed: int) -> tuple[Tensor, Tensor]:
     return w1.bfloat16(), w2.bfloat16()
 
 
-def batch_of(rank: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows whose magnitudes differ by 1e6, one of zeros, one without experts, ids of -1."""
-    tokens = [7, 4, 0][rank]
+def batch_of(rank: int, seed: int, situation: str = "") -> tuple[Tensor, Tensor, Tensor]:
+    """Rows whose magnitudes differ by 1e6, one of zeros, one without experts, ids of -1; or a situation, whose rows do
+    not saturate gates: near their kinks gradients depend on the last bit."""
+    tokens = {"a rank without tokens": [0, 6, 3], "one token each": [1, 1, 1]}.get(situation, [7, 4, 0])[rank]
     g = torch.Generator().manual_seed(seed * 4 + rank)
-    x = torch.randn(tokens, H, generator=g) * 10.0 ** (torch.arange(tokens) % 7 - 3)[:, None]
+    x = torch.randn(tokens, H, generator=g) * 10.0 ** (torch.arange(tokens) % (4 if situation else 7) - 3)[:, None]
     ids = torch.rand(tokens, E, generator=g).argsort(1)[:, :K].int()
-    if tokens:
+    if situation == "all to one rank":
+        ids = torch.tensor([[E - 1, -1]], dtype=torch.int32).expand(tokens, K).contiguous()
+    elif tokens and not situation:
         x[1], ids[2], ids[3, 0] = 0, -1, -1
     return x.bfloat16(), ids, torch.rand(tokens, K, generator=g) + 0.5
 
@@ -107,45 +120,65 @@ def through(x: Tensor, scheme: str | None) -> Tensor:
     return x.double() if scheme is None else dequantize_rows(quantize_rows(x, scheme), torch.float64)
 
 
-def expected(ranks: int, seed: int, scheme: str, quantized: bool) -> Tensor:
-    """`[all tokens, H]` in float64, one pair after the other."""
-    parts = [batch_of(rank, seed) for rank in range(ranks)]
+def expected(
+    ranks: int, seed: int, scheme: str, quantized: bool, situation: str = "", narrow: bool = True
+) -> tuple[Tensor, list[Tensor]]:
+    """`[all tokens, H]` in float64, one pair after the other, and what it is a function of: rows as they arrived and
+    router weights. `narrow`: activations are rounded as well as rows."""
+    parts = [batch_of(rank, seed, situation) for rank in range(ranks)]
     x, ids, p = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     w1, w2 = held(scheme, seed) if quantized else (w.double() for w in wide_weights(seed))
     rows = FORMATS[scheme].rows if quantized else None
-    seen = through(x, rows)
-    out = torch.zeros(x.shape, dtype=torch.float64)
+    leaves = [through(x, rows).requires_grad_(), p.double().requires_grad_()]
+    out = 0 * (leaves[0] + leaves[1].sum())  # a function of both, also without a pair
     for t, k in itertools.product(range(x.shape[0]), range(K)):
         e = int(ids[t, k])
         if e < 0:
             continue
-        gate, up = (w1[e] @ seen[t]).chunk(2)
+        gate, up = (w1[e] @ leaves[0][t]).chunk(2)
         h = F.silu(gate) * up
-        if rows is not None:  # fp8_block is quantized by GEMM1's epilogue, others from bf16
+        if rows is not None and narrow:  # fp8_block is quantized by GEMM1's epilogue, others from bf16
             h = through(h.float() if scheme == "fp8_block" else h.bfloat16(), rows)
-        out[t] += p[t, k].double() * (w2[e] @ h)
-    return out
+        out[t] += leaves[1][t, k] * (w2[e] @ h)
+    return out, leaves
+
+
+def cases_of(ranks: int, kind: str) -> list[tuple[str, str]]:
+    """Dispatchers and layouts that it goes with; `local` where there is one rank, the others where there are more."""
+    return [(name, layout) for name, its, layout in JOINED if its == kind and (name == "local") == (ranks == 1)]
+
+
+def kernel_of(
+    rank: int, ranks: int, kind: str, scheme: str, name: str, layout: str, ep: EPGroup, seed: int
+) -> tuple[MoEKernel, ExpertWeights]:
+    placement = ExpertPlacement.contiguous(E, ranks)
+    group = None if name == "local" else ep
+    moves = make_dispatcher(name, group, placement, "cpu", layer="blocks.1", max_tokens_per_rank=CAP)
+    spec = ExpertsSpec(Activation(), H, I, torch.bfloat16, torch.device("cpu"), scheme=scheme)
+    experts = select_experts(spec, kind, layout).experts
+    kernel = MoEKernel(moves, experts, layout=layout, dispatch_scheme=FORMATS[scheme].rows)
+    return kernel, quantized_weights(scheme, seed, list(placement.local_experts(rank)))
 
 
 def outputs(rank: int, ranks: int, seed: int, schemes: list[str]) -> dict[str, tuple[Tensor, dict[str, Any]]]:
-    """By scheme, dispatcher and layout: this rank's rows, and what it says it sent."""
-    ep = EPGroup(timeout=60)
-    placement, found = ExpertPlacement.contiguous(E, ranks), {}
-    local = list(placement.local_experts(rank))
-    for scheme, name, layout in itertools.product(schemes, DISPATCHERS, LAYOUTS):
-        if (name == "local") != (ranks == 1):
-            continue
-        group = None if name == "local" else ep
-        moves = make_dispatcher(name, group, placement, "cpu", layer="blocks.1", max_tokens_per_rank=CAP)
-        spec = ExpertsSpec(Activation(), H, I, torch.bfloat16, torch.device("cpu"), scheme=scheme)
-        rows = FORMATS[scheme].rows
-        experts = select_experts(spec, kind_of(scheme), layout).experts
-        kernel = MoEKernel(moves, experts, layout=layout, dispatch_scheme=rows)
-        with torch.no_grad(), poisoned_empty():
-            result = kernel(*batch_of(rank, seed), quantized_weights(scheme, seed, local))
-        assert result.layout is not None
-        found[f"{scheme} + {name} ({layout})"] = (result.routed, kernel.wire_bytes(result.layout, K))
+    """By kind, scheme, dispatcher and layout: this rank's rows, and what it says it sent."""
+    ep, found = EPGroup(timeout=60), {}
+    for kind, scheme in BESIDE_REFERENCE:
+        for name, layout in cases_of(ranks, kind) if scheme in schemes else ():
+            kernel, weights = kernel_of(rank, ranks, kind, scheme, name, layout, ep, seed)
+            with torch.no_grad(), poisoned_empty():
+                result = kernel(*batch_of(rank, seed), weights)
+            assert result.layout is not None
+            found[f"{kind} + {scheme} + {name} ({layout})"] = (result.routed, kernel.wire_bytes(result.layout, K))
     return found
+
+
+def compare(case: str, got: Tensor, want: Tensor, most: float) -> None:
+    """Row by row, `most` in relative L2 of any; rows of zeros are zeros."""
+    nothing = (want == 0).all(1)
+    assert not got[nothing].any() and got[~nothing].isfinite().all(), case
+    errors = ((got - want).norm(dim=1) / want.norm(dim=1))[~nothing]
+    assert (errors < most).all(), (case, errors)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -159,17 +192,16 @@ def test_every_row_is_what_the_quantized_numbers_give_however_it_moved(
 ) -> None:
     by_rank = run_ranks(outputs, ranks, args=(seed, schemes), timeout=150)
     movers = [name for name in DISPATCHERS if (name == "local") == (ranks == 1)]
-    assert len(by_rank[0]) == len(schemes) * len(movers) * len(LAYOUTS)
+    assert len(by_rank[0]) == sum(len(kinds_of(scheme)) for scheme in schemes) * len(movers) * len(LAYOUTS)
     for scheme in schemes:
-        same, plain = expected(ranks, seed, scheme, True), expected(ranks, seed, scheme, False)
-        for name, layout in itertools.product(movers, LAYOUTS):
-            case = f"{scheme} + {name} ({layout})"
+        same, plain = (expected(ranks, seed, scheme, quantized)[0].detach() for quantized in (True, False))
+        for name, kind, layout in JOINED:
+            if kind not in kinds_of(scheme) or name not in movers:
+                continue
+            case = f"{kind} + {scheme} + {name} ({layout})"
             got = torch.cat([found[case][0] for found in by_rank]).double()
-            nothing = (same == 0).all(1)
-            assert not got[nothing].any() and got[~nothing].isfinite().all(), case
-            for want, most in ((same, SAME), (plain, own_error(scheme))):
-                errors = ((got - want).norm(dim=1) / want.norm(dim=1))[~nothing]
-                assert errors.max() < most, (case, errors)
+            compare(case, got, same, SAME)
+            compare(case, got, plain, own_error(scheme))
             there, back, *_ = row_bytes(H, torch.bfloat16, K, scheme=FORMATS[scheme].rows)
             for rank, found in enumerate(by_rank):
                 said, (out, came) = found[case][1], crossing(name, rank, ranks, seed)
@@ -194,10 +226,53 @@ def crossing(name: str, rank: int, ranks: int, seed: int) -> tuple[int, int]:
     return sum(rows[rank][d] for d in others), sum(rows[r][rank] for r in others)
 
 
+def in_situations(rank: int, ranks: int, seed: int, drawn: list[tuple[str, str]]) -> dict[str, list[Tensor]]:
+    """By kind, scheme, dispatcher, layout and situation: this rank's rows, and the gradients of x and the router
+    weights where the kind has any."""
+    ep, found = EPGroup(timeout=60), {}
+    for kind, scheme in drawn:
+        for name, layout in cases_of(ranks, kind):
+            kernel, weights = kernel_of(rank, ranks, kind, scheme, name, layout, ep, seed)
+            for situation in SITUATIONS:
+                x, ids, p = batch_of(rank, seed, situation)
+                trains = QUANTIZED_EXPERTS[kind].autograd
+                leaves = [leaf.requires_grad_(trains) for leaf in (x, p)]
+                with torch.set_grad_enabled(trains), poisoned_empty():
+                    out = kernel(x, ids, p, weights).routed
+                    gradients = torch.autograd.grad(out, leaves, out.detach()) if trains else ()
+                found[f"{kind} + {scheme} + {name} ({layout}), {situation}"] = [out.detach(), *gradients]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_kind_is_right_in_every_situation(ranks: int, seed: int) -> None:
+    rng = random.Random(seed)
+    drawn = [(kind, rng.choice([s for s in cls.schemes if s is not None])) for kind, cls in QUANTIZED_EXPERTS.items()]
+    by_rank = run_ranks(in_situations, ranks, args=(seed, drawn), timeout=120)
+    for (kind, scheme), situation in itertools.product(drawn, SITUATIONS):
+        # the reference multiplies wide activations, by what quantized weights hold
+        narrow = kind != "reference"
+        same, leaves = expected(ranks, seed, scheme, True, situation, narrow)
+        for name, layout in cases_of(ranks, kind):
+            case = f"{kind} + {scheme} + {name} ({layout}), {situation}"
+            got, *gradients = (torch.cat(parts).double() for parts in zip(*(f[case] for f in by_rank), strict=True))
+            compare(case, got, same.detach(), SAME)
+            if gradients:
+                wanted = torch.autograd.grad(same, leaves, got, retain_graph=True)
+                for n, (a, b) in enumerate(zip(gradients, wanted, strict=True)):
+                    compare(f"{case}, gradient {n}", a, b, SAME)
+
+
 def test_all_schemes_are_walked_through() -> None:
     walked = test_every_row_is_what_the_quantized_numbers_give_however_it_moved.pytestmark  # type: ignore[attr-defined]
     (groups,) = (mark.args[1] for mark in walked if mark.args[0] == "schemes")
     assert {scheme for group in groups for scheme in group} == set(FORMATS)
+    assert all(kinds_of(scheme) for scheme in FORMATS)
+    assert (
+        {kind for _, kind, _ in JOINED}
+        == set(QUANTIZED_EXPERTS)
+        == {kind for kind, _ in BESIDE_REFERENCE} | {"reference"}
+    )
 
 
 # ---- bytes
@@ -226,9 +301,8 @@ def sent_to_each(rank: int, ranks: int, seed: int, scheme: str) -> dict[str, lis
         for name in ("all_gather", "all_to_all", "all_to_all_fixed", "hierarchical"):
             moves = make_dispatcher(name, ep, placement, "cpu", layer="blocks.1", max_tokens_per_rank=CAP)
             spec = ExpertsSpec(Activation(), H, I, torch.bfloat16, torch.device("cpu"), scheme=scheme)
-            kernel = MoEKernel(
-                moves, select_experts(spec, kind_of(scheme)).experts, dispatch_scheme=scheme, combine_scheme=scheme
-            )
+            experts = select_experts(spec, kinds_of(scheme)[0]).experts
+            kernel = MoEKernel(moves, experts, dispatch_scheme=scheme, combine_scheme=scheme)
             sent.clear()
             with torch.no_grad():
                 kernel(*batch_of(rank, seed), quantized_weights(scheme, seed, list(placement.local_experts(rank))))
@@ -262,16 +336,16 @@ def test_each_destination_gets_the_bytes_of_its_tokens_rows_once(scheme: str, se
 # ---- the batched layout
 
 
-@pytest.mark.parametrize("scheme", KINDS)
+@pytest.mark.parametrize(("kind", "scheme"), SCALED)
 def test_batched_experts_multiply_the_bytes_that_arrived(
-    scheme: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, scheme: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
     placement = ExpertPlacement.contiguous(E, 1)
     spec = ExpertsSpec(Activation(), H, I, torch.bfloat16, torch.device("cpu"), scheme=scheme)
     results = []
     for layout in LAYOUTS:
-        experts = select_experts(spec, KINDS[scheme], layout).experts
+        experts = select_experts(spec, kind, layout).experts
         honest = type(experts).output
 
         def output(self: Experts, rows: Any, *args: Any, _honest: Any = honest, **options: Any) -> Any:
@@ -297,10 +371,10 @@ def test_batched_experts_multiply_the_bytes_that_arrived(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_row", "int8_row"])
-def test_no_rows_are_fine_in_either_layout(scheme: str, layout: str, seed: int) -> None:
+@pytest.mark.parametrize(("kind", "scheme"), SCALED)
+def test_no_rows_are_fine_in_either_layout(kind: str, scheme: str, layout: str, seed: int) -> None:
     spec = ExpertsSpec(Activation(), H, I, torch.bfloat16, torch.device("cpu"), scheme=scheme)
-    experts = select_experts(spec, KINDS[scheme], layout).experts
+    experts = select_experts(spec, kind, layout).experts
     moves = make_dispatcher("local", None, ExpertPlacement.contiguous(E, 1), "cpu")
     kernel = MoEKernel(moves, experts, layout=layout, dispatch_scheme=scheme)
     x, ids, p = (t[:0] for t in batch_of(0, seed))

@@ -19,6 +19,7 @@ from epmoe.dispatch import make_dispatcher
 from epmoe.experts import ExpertWeights, select_experts
 from epmoe.experts.spec import ExpertsSpec
 from epmoe.integrations.checkpoint import load_checkpoint, save_checkpoint
+from epmoe.integrations.dcp import load_distributed, save_distributed
 from epmoe.kernel import MoEKernel
 from epmoe.ops._triton import INTERPRET
 from epmoe.placement import ExpertPlacement
@@ -143,7 +144,8 @@ def test_a_layer_holds_saves_and_computes_with_its_experts_scales(scheme, tmp_pa
     assert isinstance(layer, MoELayer)
     x = torch.randn(TOKENS, H).bfloat16()
     with torch.no_grad():
-        assert layer(x).isnan().any(1).all(), "scales that nobody set"
+        with pytest.raises(ValueError, match="down_proj_input_scale is not set: call set_down_input_scales"):
+            layer(x)
         scales = torch.rand(E) * 0.01 + 1e-3
         layer.set_down_input_scales(scales)
         y = layer(x)
@@ -163,6 +165,90 @@ def test_a_layer_holds_saves_and_computes_with_its_experts_scales(scheme, tmp_pa
     assert layer.down_proj_input_scale is None
     with pytest.raises(ValueError, match=r"set_down_input_scales needs QuantConfig\(down_scales='static'\)"):
         layer.set_down_input_scales(1.0)
+
+
+BOTH = QuantConfig("fp8_row", scales="static", down_scales="static")
+
+
+def by_setting(layer: MoELayer, source: MoELayer, directory: Path) -> MoELayer:
+    layer.set_input_scale(0.02)
+    layer.set_down_input_scales(0.5)
+    return layer
+
+
+def by_state_dict(layer: MoELayer, source: MoELayer, directory: Path) -> MoELayer:
+    layer.load_state_dict(source.state_dict())
+    return layer
+
+
+def by_assignment(layer: MoELayer, source: MoELayer, directory: Path) -> MoELayer:
+    layer.load_state_dict(source.state_dict(), assign=True)
+    return layer
+
+
+def by_checkpoint(layer: MoELayer, source: MoELayer, directory: Path) -> MoELayer:
+    save_checkpoint(directory, source, None)
+    load_checkpoint(directory, layer, None)
+    return layer
+
+
+def by_distributed_checkpoint(layer: MoELayer, source: MoELayer, directory: Path) -> MoELayer:
+    save_distributed(directory, source, None)
+    load_distributed(directory, layer, None)
+    return layer
+
+
+def by_hand(layer: MoELayer, source: MoELayer, directory: Path) -> MoELayer:
+    with torch.no_grad():
+        layer.gate_up_proj_input_scale.fill_(0.02)  # type: ignore[union-attr]
+        layer.down_proj_input_scale.fill_(0.5)  # type: ignore[union-attr]
+    return layer
+
+
+WAYS = (by_setting, by_state_dict, by_assignment, by_checkpoint, by_distributed_checkpoint, by_hand)
+
+
+@pytest.mark.parametrize("meta", [False, True], ids=["made here", "made on meta"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_forward_before_its_fixed_scales_are_there_is_refused(way, meta, tmp_path: Path, seed) -> None:
+    source = by_setting(make(seed, BOTH), make(seed, BOTH), tmp_path)
+    x = torch.randn(TOKENS, H).bfloat16()
+    layer = make(seed + 1, BOTH, **({"device": "meta"} if meta else {}))
+    if meta and way is not by_assignment:
+        layer.to_empty(device="cpu").reset_parameters()
+    if not (meta and way is by_assignment):
+        with torch.no_grad(), pytest.raises(ValueError, match="gate_up_proj_input_scale is not set: call set_input_s"):
+            layer(x)
+    layer = way(layer, source, tmp_path)
+    with torch.no_grad():
+        assert layer(x).isfinite().all()
+        layer.half().bfloat16()
+        assert layer(x).isfinite().all(), "conversions leave them"
+    quantize_(layer, QuantConfig("fp8_row"))
+    quantize_(layer, BOTH)  # made anew
+    with torch.no_grad(), pytest.raises(ValueError, match="input_scale is not set"):
+        layer(x)
+
+
+def test_fixed_scales_of_some_experts_or_of_a_layer_that_had_none_are_not_enough(seed) -> None:
+    config = QuantConfig("fp8_row", down_scales="static")
+    layer, x = make(seed, config), torch.randn(TOKENS, H).bfloat16()
+    other = make(seed, config)
+    other.load_state_dict(layer.state_dict())
+    layer.load_experts({"down_proj_input_scale": torch.ones(2)}, expert_ids=[0, 2])
+    for unset in (layer, other):
+        with torch.no_grad(), pytest.raises(ValueError, match="down_proj_input_scale is not set"):
+            unset(x)
+    layer.load_experts({"down_proj_input_scale": torch.ones(2)}, expert_ids=[3, 1])
+    with torch.no_grad():
+        assert layer(x).isfinite().all()
+
+
+def test_a_compiled_layer_with_fixed_scales_has_no_break(seed) -> None:
+    layer, x = by_setting(make(seed, BOTH), make(seed, BOTH), Path()), torch.randn(TOKENS, H).bfloat16()
+    with torch.no_grad():
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(x), layer(x))
 
 
 def share(rank: int, ranks: int, directory: Path) -> tuple[list[int], Tensor, Tensor]:

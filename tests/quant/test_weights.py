@@ -12,6 +12,7 @@ from epmoe.quant import WEIGHT_SCHEMES, QuantizedWeights, dequantize_weights, qu
 from epmoe.quant.reference import quantize_group
 
 SIZES = [(256, 128), (160, 80), (192, 320), (1, 1)]
+BLOCKS = [(64, 64), (1, 128), (32, 32), (256, 256), (64, 384)]
 
 
 def weights(n: int, k: int, seed: int) -> Tensor:
@@ -21,27 +22,41 @@ def weights(n: int, k: int, seed: int) -> Tensor:
     return w * 10.0 ** torch.randint(-2, 3, (3, n, 1), generator=g)
 
 
-def groups(w: Tensor, scheme: str) -> list[tuple[tuple[int, ...], Tensor]]:
+def groups(w: Tensor, scheme: str, block: tuple[int, int] = (128, 128)) -> list[tuple[tuple[int, ...], Tensor]]:
     """(index of its scale, view of the numbers that share it), one after another."""
     if scheme.endswith("_row"):
         return [((e, n), w[e, n]) for e in range(w.shape[0]) for n in range(w.shape[1])]
+    rows, columns = block
     return [
-        ((e, i, j), w[e, i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128])
+        ((e, i, j), w[e, i * rows : (i + 1) * rows, j * columns : (j + 1) * columns])
         for e in range(w.shape[0])
-        for i in range(math.ceil(w.shape[1] / 128))
-        for j in range(math.ceil(w.shape[2] / 128))
+        for i in range(math.ceil(w.shape[1] / rows))
+        for j in range(math.ceil(w.shape[2] / columns))
     ]
 
 
 @pytest.mark.parametrize("n, k", SIZES)
 @pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
 def test_every_block_or_channel_is_rounded_by_its_own_scale(scheme, n, k, seed):
-    w = weights(n, k, seed)
-    q = quantize_weights(w, scheme)
-    assert tuple(q.scales.shape) == weight_scale_shape((3, n, k), scheme)
+    check_groups(quantize_weights(weights(n, k, seed), scheme), weights(n, k, seed))
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_block_ue8m0"])
+def test_blocks_of_any_size_are_rounded_by_their_own_scales(scheme, block, seed):
+    n, k = (9, 80) if block[0] == 1 else (160, 420)
+    w = weights(n, k, seed) * 10.0 ** (torch.arange(k) // 32 % 3)
+    q = quantize_weights(w, scheme, block)
+    assert q.block == block
+    check_groups(q, w)
+
+
+def check_groups(q: QuantizedWeights, w: Tensor) -> None:
+    scheme, block = q.scheme, q.block
+    assert tuple(q.scales.shape) == weight_scale_shape(tuple(w.shape), scheme, block)
     back = dequantize_weights(q, torch.float64)
     for (at, part), (_, got), (_, values) in zip(
-        groups(w, scheme), groups(back, scheme), groups(q.values, scheme), strict=True
+        groups(w, scheme, block), groups(back, scheme, block), groups(q.values, scheme, block), strict=True
     ):
         want, scale = quantize_group(part, scheme)
         assert q.scales[at].item() == pytest.approx(scale, rel=1e-6)
@@ -82,6 +97,17 @@ def test_parts_that_do_not_fit_are_refused_by_name(scheme):
     ]:
         with pytest.raises(ValueError, match=f"QuantizedWeights.{message}"):
             QuantizedWeights(values, scales, name)
+    block, wrong = ((96, 128), "must be .rows, columns") if "block" in scheme else ((64, 64), "must be .128, 128")
+    for call in (
+        lambda: QuantizedWeights(q.values, q.scales, scheme, block),
+        lambda: quantize_weights(torch.randn(2, 130, 70), scheme, block),
+        lambda: weight_scale_shape((2, 130, 70), scheme, block),
+    ):
+        with pytest.raises(ValueError, match=f"block=.*{block[0]}, {block[1]}.* with scheme='{scheme}': {wrong}"):
+            call()
+    if "block" in scheme:
+        with pytest.raises(ValueError, match=r"scales is .*\(2, 2, 1\): must be torch.float32 \(2, 3, 2\).*and block="):
+            QuantizedWeights(q.values, q.scales, scheme, (64, 64))
     with pytest.raises(ValueError, match="w is torch.int32"):
         quantize_weights(torch.ones(1, 2, 3, dtype=torch.int32), scheme)
     with pytest.raises(ValueError, match="scheme='int3'"):
