@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from epmoe.checks import is_number, said
 from epmoe.comm import EPGroup
 from epmoe.config import MoEConfig
 from epmoe.experts import select_experts_impl
@@ -84,15 +85,19 @@ class WithLora(nn.Module):
         if self.lora_adapters:
             there = ", ".join(adapter.name for adapter in self.lora_adapters)
             raise ValueError(f"{where}has adapters already ({there}): add all of them in one call")
-        if isinstance(adapters, str | bool):
-            raise ValueError(f"{where}adapters={adapters!r}: must be a number > 0, or a list of names")
+        if isinstance(adapters, str | bool) or not isinstance(adapters, int | Sequence):
+            raise ValueError(f"{where}{said('adapters', adapters)}: must be a number > 0, or a list of names")
         names = [str(n) for n in range(adapters)] if isinstance(adapters, int) else list(adapters)
-        if not names or len(set(names)) != len(names):
+        if not names or not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
             raise ValueError(f"{where}adapters={adapters!r}: must be a number > 0, or distinct names")
-        ranks = list(rank) if isinstance(rank, Sequence) else [rank] * len(names)
+        ranks = list(rank) if isinstance(rank, Sequence) and not isinstance(rank, str) else [rank] * len(names)
         if not all(isinstance(r, int) and not isinstance(r, bool) for r in ranks):
             raise ValueError(f"{where}rank={rank!r}: must be an int > 0, or one for each of {len(names)} adapters")
-        alphas = [alpha] * len(names) if isinstance(alpha, int | float) else list(alpha)
+        alphas = list(alpha) if isinstance(alpha, Sequence) and not isinstance(alpha, str) else [alpha] * len(names)
+        if not all(is_number(a) for a in alphas):
+            raise ValueError(
+                f"{where}{said('alpha', alpha)}: must be a number > 0, or one for each of {len(names)} adapters"
+            )
         for field, values in (("rank", ranks), ("alpha", alphas)):
             if len(values) != len(names) or not all(value > 0 for value in values):
                 raise ValueError(f"{where}{field}={values}: must be > 0, one for each of {len(names)} adapters")
@@ -167,6 +172,12 @@ class WithLora(nn.Module):
             return None
         if adapter_ids is None:
             adapter_ids = -1
+        if isinstance(adapter_ids, bool) or not isinstance(adapter_ids, int | Tensor):
+            names = ", ".join(f"{number} for {adapter.name!r}" for number, adapter in enumerate(self.lora_adapters))
+            raise ValueError(
+                f"{where}{said('adapter_ids', adapter_ids)}: must be a number ({names}, -1 for none), or int32 "
+                f"{tuple(lead)} of such"
+            )
         if isinstance(adapter_ids, int):
             if not -1 <= adapter_ids < len(self.lora_adapters):
                 raise ValueError(f"{where}adapter_ids={adapter_ids}: must be in [-1, {len(self.lora_adapters)})")

@@ -273,7 +273,7 @@ class MoEConfig:
         from epmoe.capabilities import KINDS  # made of modules that need this one
         from epmoe.dispatch import DISPATCHERS
         from epmoe.dispatch.overflow import OverflowPolicy
-        from epmoe.experts import EXPERTS, TRAINING_EXPERTS
+        from epmoe.experts import EXPERTS, QUANTIZED_EXPERTS, TRAINING_EXPERTS
 
         check_name("MoEConfig.dispatcher", self.dispatcher, ("auto", *DISPATCHERS))
         check_name("MoEConfig.dispatch_scheme", self.dispatch_scheme, ROW_SCHEMES, none="rows as they are")
@@ -290,6 +290,8 @@ class MoEConfig:
         check_name("MoEConfig.experts", wanted, kinds)
         if self.quant is None or self.quant.weights is None:
             return
+        if self.quant.experts not in KINDS:  # others say themselves why they can't compute with such weights
+            check_name("QuantConfig.experts", self.quant.experts, ("auto", *QUANTIZED_EXPERTS))
         require(
             wanted == "auto",
             "MoEConfig.experts",

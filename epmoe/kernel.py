@@ -201,6 +201,11 @@ class MoEKernel:
             raise ValueError(f"experts={self.experts.name!r} route by themselves: call from_logits(x, logits, ...)")
         if not isinstance(weights, ExpertWeights):
             raise ValueError(f"{said('weights', weights)}: must be ExpertWeights(gate_up_proj, down_proj, ...)")
+        if not isinstance(topk_ids, Tensor) or not isinstance(topk_weights, Tensor):
+            raise ValueError(
+                f"{said('topk_ids', topk_ids)}, {said('topk_weights', topk_weights)}: must be tensors [M, K], as a "
+                "Routing has them"
+            )
         self.experts.check_lora(weights.lora, adapter_ids is not None)  # before rows move: on all ranks or on none
         if torch.compiler.is_compiling():
             unknown = self.chunk_tokens is not None and self.dispatcher.capabilities.host_sync

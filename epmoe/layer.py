@@ -435,8 +435,8 @@ class MoELayer(WithLora, WithQuantizedExperts):
         if given is None and isinstance(self.router, Router):
             return self.router(tokens, topk_ids=forced, token_mask=mask)
         result = self.router(tokens) if given is None else given
-        source = "the router returned" if given is None else "routing= is"
-        routing = as_routing(result, tokens.shape[0], self.config.top_k, self.config.num_experts, source)
+        origin = "the router returned" if given is None else "routing= is"
+        routing = as_routing(result, tokens.shape[0], self.config.top_k, self.config.num_experts, origin)
         if mask is not None:
             routing = routing.masked(mask)
         if forced is not None and not torch.equal(forced, routing.topk_ids):

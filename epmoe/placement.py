@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from epmoe.checks import check_int, check_kind, require
+
 
 @dataclasses.dataclass(frozen=True)
 class ExpertPlacement:
@@ -24,6 +26,10 @@ class ExpertPlacement:
     ranks: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
+        lists = isinstance(self.ranks, tuple) and all(isinstance(experts, tuple) for experts in self.ranks)
+        require(
+            lists, "ranks", self.ranks, "one tuple of expert ids for each rank; ExpertPlacement.explicit takes lists"
+        )
         _check_enough(self.num_experts, len(self.ranks))
         owner: dict[int, int] = {}
         for rank, experts in enumerate(self.ranks):
@@ -66,23 +72,35 @@ class ExpertPlacement:
     @classmethod
     def explicit(cls, lists: Sequence[Sequence[int]], num_experts: int | None = None) -> ExpertPlacement:
         """One list of expert ids per rank; `num_experts` defaults to how many ids are listed."""
+        right = "one sequence of expert ids for each rank"
+        check_kind("lists", lists, Sequence, right)
+        fits = not isinstance(lists, str) and all(
+            isinstance(ids, Sequence) and not isinstance(ids, str) for ids in lists
+        )
+        require(fits, "lists", lists, right)
         ranks = tuple(tuple(experts) for experts in lists)
         return cls(sum(map(len, ranks)) if num_experts is None else num_experts, ranks)
 
     @classmethod
-    def from_spec(cls, spec: str | Sequence[Sequence[int]], num_experts: int, num_ranks: int) -> ExpertPlacement:
+    def from_spec(
+        cls, spec: str | Sequence[Sequence[int]] | ExpertPlacement, num_experts: int, num_ranks: int
+    ) -> ExpertPlacement:
         """The placement that `MoEConfig.placement` describes, for an EP group of `num_ranks`."""
+        if isinstance(spec, ExpertPlacement):
+            spec = spec.ranks
         if spec == "contiguous":
             return cls.contiguous(num_experts, num_ranks)
         if spec == "strided":
             return cls.strided(num_experts, num_ranks)
+        right = "contiguous, strided, or one sequence of expert ids for each rank"
+        check_kind("placement", spec, Sequence, right)
         if isinstance(spec, str):
-            raise ValueError(
-                f"placement={spec!r}: must be contiguous, strided, or one sequence of expert ids for each rank"
-            )
+            raise ValueError(f"placement={spec!r}: must be {right}")
         if len(spec) != num_ranks:
+            there = "the EPGroup has" if num_ranks > 1 else "all experts are to be on"
             raise ValueError(
-                f"placement lists {len(spec)} ranks but the EPGroup has {num_ranks}: give one list per rank"
+                f"placement lists {len(spec)} ranks but {there} {num_ranks}: give one list per rank"
+                + ("" if num_ranks > 1 else f", or an EPGroup of {len(spec)} ranks")
             )
         return cls.explicit(spec, num_experts)
 
@@ -98,8 +116,8 @@ class ExpertPlacement:
 
     def local_experts(self, rank: int) -> tuple[int, ...]:
         """Logical ids owned by `rank`, in local order."""
-        if not 0 <= rank < self.num_ranks:
-            raise ValueError(f"rank={rank}: must be in [0, {self.num_ranks}), the ranks of this placement")
+        if not isinstance(rank, int) or not 0 <= rank < self.num_ranks:
+            raise ValueError(f"rank={rank!r}: must be in [0, {self.num_ranks}), the ranks of this placement")
         return self.ranks[rank]
 
     def num_local(self, rank: int) -> int:
@@ -133,8 +151,8 @@ class ExpertPlacement:
 
 
 def _check_enough(num_experts: int, num_ranks: int) -> None:
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks={num_ranks}: must be at least 1")
+    check_int("num_experts", num_experts)
+    check_int("num_ranks", num_ranks)
     if num_experts < num_ranks:
         raise ValueError(
             f"num_experts={num_experts} < {num_ranks} ranks: every rank must own at least one expert; "

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from epmoe.checks import as_device, check_int, check_kind
 from epmoe.config import RouterConfig
 from epmoe.ops.route import route_topk
 from epmoe.ops.route_reference import RENORM_EPS, clean_logits, score_logits
@@ -255,7 +256,10 @@ class Router(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _require(hidden_size > 0, f"hidden_size={hidden_size}: must be > 0")
+        check_int("hidden_size", hidden_size)
+        check_int("num_experts", num_experts)
+        check_int("top_k", top_k)
+        device = None if device is None else as_device(device)
         _check_sizes(config, num_experts, top_k)
         self.config, self.hidden_size, self.num_experts, self.top_k = config, hidden_size, num_experts, top_k
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
@@ -317,17 +321,22 @@ class Router(nn.Module):
 
 
 def as_routing(
-    result: Routing | tuple[torch.Tensor, torch.Tensor], num_tokens: int, top_k: int, num_experts: int
+    result: Routing | tuple[torch.Tensor, torch.Tensor],
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    origin: str = "the router returned",
 ) -> Routing:
     """What a router of one's own returned, as a Routing: ids int32 `[M, K]`, weights fp32 (or fp64) `[M, K]`.
 
+    `origin` begins the error about what is neither.
     Raises ValueError when shapes or dtypes are wrong; values are `validate_routing`'s.
     """
     if not isinstance(result, Routing):
         pair = isinstance(result, (tuple, list)) and len(result) == 2
         _require(
             pair and all(isinstance(part, torch.Tensor) for part in result),
-            f"the router returned {type(result).__name__}: must be a Routing or two tensors (topk_ids, topk_weights)",
+            f"{origin} {type(result).__name__}: must be a Routing or two tensors (topk_ids, topk_weights)",
         )
         result = Routing(*result)
     ids, weights = _int32_ids(result.topk_ids, num_tokens, top_k), result.topk_weights
@@ -440,6 +449,7 @@ def saturated_ids(topk_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _check_sizes(config: RouterConfig, num_experts: int, top_k: int) -> None:
+    check_kind("config", config, RouterConfig, "a RouterConfig, as RouterConfig(scoring='softmax')")
     groups = config.num_groups
     divides = num_experts > 0 and num_experts % groups == 0
     _require(divides, f"num_experts={num_experts}: must be a positive multiple of RouterConfig.num_groups={groups}")

@@ -147,7 +147,7 @@ def biased_router() -> Router:
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: Router(SOFTMAX, 0, 4, 1), r"hidden_size=0: must be > 0"),
+        (lambda: Router(SOFTMAX, 0, 4, 1), r"hidden_size=0: must be an int > 0"),
         (lambda: Router(SOFTMAX, 4, 4, 5), r"top_k=5: must be in \[1, 4\]"),
         (lambda: Router(SOFTMAX, 4, 4, 1)(torch.zeros(2, 3)), r"x has shape \[2, 3\]: must be \[M, H=4\]"),
         (lambda: Router(SOFTMAX, 4, 4, 1)(torch.zeros(1, 2, 4)), r"x has shape \[1, 2, 4\]: must be \[M, H=4\]"),

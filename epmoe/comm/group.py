@@ -84,7 +84,8 @@ class EPGroup:
         if device is not None:
             device = as_device(device, here=False)
             require(device.type != "meta", "device", str(device), "cpu or cuda, where rows can move")
-        if process_group is not None and process_group is not dist.GroupMember.NON_GROUP_MEMBER:
+        outside: object = dist.GroupMember.NON_GROUP_MEMBER  # what new_group gives ranks that are not in it
+        if process_group is not None and process_group is not outside:
             hint = "make one of some ranks by torch.distributed.new_group(ranks)"
             check_kind("process_group", process_group, dist.ProcessGroup, "a group of torch.distributed, or None", hint)
         if process_group is None:

@@ -19,7 +19,7 @@ from typing import ClassVar, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from epmoe.checks import said
+from epmoe.checks import check_kind, said
 from epmoe.comm import EPGroup
 from epmoe.comm.memory import Buffer, buffer
 from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
@@ -410,6 +410,9 @@ class Dispatcher(ABC):
                     "dispatch scheme"
                 )
             x = x.values
+        for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+            if not isinstance(tensor, Tensor):
+                raise ValueError(f"{where}{said(name, tensor)}: must be a tensor")
         if x.dim() != 2 or topk_ids.dim() != 2 or topk_weights.shape != topk_ids.shape:
             raise ValueError(
                 f"{where}dispatch takes x [M, H], topk_ids [M, K], topk_weights [M, K], got {tuple(x.shape)}, "
@@ -439,9 +442,9 @@ class Dispatcher(ABC):
                 f"{where}adapter_ids is {adapter_ids.dtype} {tuple(adapter_ids.shape)}: must be int32 ({x.shape[0]},)"
             )
         named = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights, "adapter_ids": adapter_ids}
-        for name, tensor in named.items():
-            if tensor is not None and tensor.device != self.owner.device:
-                raise ValueError(f"{where}{name} is on {tensor.device}, the layer on {self.owner.device}")
+        for name, given in named.items():
+            if given is not None and given.device != self.owner.device:
+                raise ValueError(f"{where}{name} is on {given.device}, the layer on {self.owner.device}")
 
     def check_layout(self, name: str, layout: object) -> None:
         """Raises `ValueError` for what no dispatcher of this kind has made."""
@@ -452,28 +455,33 @@ class Dispatcher(ABC):
     def check_back(self, rows: Tensor | ExpertOutput, handle: Layout, out: Tensor | None) -> None:
         """Raises `ValueError` for rows that are not those of the dispatch that `handle` is from, or an `out` that can't
         take their sums."""
-        where = f"layer {self.layer!r}: "
-        self.check_layout("handle", handle)
-        values, slot = (rows, None) if isinstance(rows, Tensor) else (rows.rows, rows.slot)
-        width = values.shape[-1] if values.dim() else 0
-        if values.dim() < 2 or (slot is None and values.dim() != 2) or self._other_rows(values, slot, handle):
+        if not isinstance(handle, self.layout_type):
+            self.check_layout("handle", handle)
+        if isinstance(rows, Tensor):
+            values, slot = rows, None
+        else:
+            check_kind("rows", rows, ExpertOutput, "a tensor [T, H], or an ExpertOutput")
+            values, slot = rows.rows, rows.slot
+        shape = values.shape
+        received, width = (shape if slot is None else slot.shape), shape[-1] if shape else 0
+        # sizes of a compiled graph may be unknown
+        other = (slot is None and len(shape) != 2) or (
+            not torch.compiler.is_compiling() and received[0] != handle.num_rows
+        )
+        if other:
             raise ValueError(
-                f"{where}combine takes one row per row dispatched, [{handle.num_rows}, H], got {tuple(values.shape)}"
-                + ("" if slot is None else f" and a slot {tuple(slot.shape)}")
+                f"layer {self.layer!r}: combine takes one row per row dispatched, [{handle.num_rows}, H], got "
+                f"{tuple(shape)}" + ("" if slot is None else f" and a slot {tuple(received)}")
             )
         if self.rows is not None and width != self.rows.width:
-            raise ValueError(f"{where}combine got rows {width} wide: must be {self.rows.width}, as dispatched")
+            raise ValueError(
+                f"layer {self.layer!r}: combine got rows {width} wide: must be {self.rows.width}, as dispatched"
+            )
         if out is None:
             return
         right = (handle.num_tokens, width)
-        if tuple(out.shape) != right or out.dtype != values.dtype or out.device != values.device:
+        if out.shape != right or out.dtype != values.dtype or out.device != values.device:
             raise ValueError(
-                f"{where}out is {out.dtype} {tuple(out.shape)} on {out.device}: must be {values.dtype} {right} on "
-                f"{values.device}"
+                f"layer {self.layer!r}: out is {out.dtype} {tuple(out.shape)} on {out.device}: must be {values.dtype} "
+                f"{right} on {values.device}"
             )
-
-    @staticmethod
-    def _other_rows(values: Tensor, slot: Tensor | None, handle: Layout) -> bool:
-        if torch.compiler.is_compiling():  # sizes of a graph may be unknown
-            return False
-        return (values if slot is None else slot).shape[0] != handle.num_rows

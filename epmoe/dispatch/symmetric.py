@@ -183,9 +183,10 @@ class SymmetricDispatcher(ExchangeDispatcher):
         if torch.compiler.is_compiling() or wants_gradient:
             schemes = {"scheme": scheme, "grad_scheme": grad_scheme}
             return super().dispatch_async(x, topk_ids, topk_weights, layout=layout, adapter_ids=adapter_ids, **schemes)
-        if scheme is not None and not isinstance(x, QuantizedRows):
-            if not self.quantizes_in_flight(x.dtype):
-                x, scheme = quantize_rows(x, scheme), None
+        if isinstance(x, QuantizedRows):
+            scheme = None  # they are in it already
+        elif scheme is not None and not self.quantizes_in_flight(x.dtype):
+            x, scheme = quantize_rows(x, scheme), None
         self.check(x, topk_ids, topk_weights, adapter_ids, layout)
         made = layout if layout is not None else self.make_layout(topk_ids)
         values, words, extras = Extras.join(topk_ids, adapter_ids, x)

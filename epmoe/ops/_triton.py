@@ -13,6 +13,7 @@ import functools
 import inspect
 import os
 import re
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -81,7 +82,8 @@ def use_triton(t: Tensor) -> bool:
 
     Raises:
         ValueError: `EPMOE_CPU_KERNELS` is neither `triton` nor `torch`.
-        RuntimeError: `EPMOE_CPU_KERNELS=triton`, but Triton is missing or was imported without its interpreter.
+        RuntimeError: `EPMOE_CPU_KERNELS=triton`, but Triton is missing, was imported without its interpreter, or is too
+            old for this numpy.
     """
     if t.dtype == torch.float64:
         return False
@@ -101,7 +103,34 @@ def use_triton(t: Tensor) -> bool:
             "EPMOE_CPU_KERNELS=triton runs kernels on CPU through Triton's interpreter: set TRITON_INTERPRET=1 "
             "before triton is first imported, or unset EPMOE_CPU_KERNELS"
         )
+    if not torch.compiler.is_compiling() and (why := interpreter_refusal()) is not None:
+        raise RuntimeError(why)
     return True
+
+
+@functools.cache
+def interpreter_refusal() -> str | None:
+    """Why this Triton's interpreter can't compute here; None if it can. Asked once: it needs no kernel, which would end
+    somewhere inside with numpy's error."""
+    import numpy
+    from triton.runtime import interpreter
+
+    found: dict[str, Any] = {}
+    patch = getattr(interpreter, "_patch_lang_tensor", None)
+    if patch is None:
+        return None
+    one = types.SimpleNamespace(handle=types.SimpleNamespace(data=numpy.ones(1, numpy.int32)))
+    try:
+        patch(object, types.SimpleNamespace(set_attr=lambda _, name, value: found.update({name: value})))
+        found["__index__"](one)
+    except TypeError as error:
+        return (
+            f"EPMOE_CPU_KERNELS=triton: the interpreter of Triton {triton.__version__} can't use numpy "
+            f"{numpy.__version__} ({error}): pip install 'numpy<2.4', or unset EPMOE_CPU_KERNELS"
+        )
+    except (AttributeError, KeyError):  # another Triton's interpreter, which has this in another form
+        return None
+    return None
 
 
 _NOT_TENSORS = frozenset((type(None), int, float, bool, str, torch.dtype))

@@ -87,7 +87,8 @@ def run_microbatched(
             changes no dropout; None: while gradients are recorded.
 
     Under FSDP2 use `reshard_after_forward=False`: a part that ends would take away weights that another is using, which
-    is an error that says so.
+    is an error that says so. Before torch 2.13 the same goes for backward: `set_reshard_after_backward(False)`, and
+    `reshard()` after the step, see `docs/training.md`.
 
     Raises:
         ValueError: sizes that do not fit, a call inside another, ranks that disagree on the number of parts, or
@@ -100,8 +101,8 @@ def run_microbatched(
         raise ValueError("run_microbatched inside run_microbatched: split once, at the outermost call")
     if split is not None:
         require(isinstance(split, Sequence) and not isinstance(split, str), "split", split, "the sizes of the parts")
-        for part, size in enumerate(split):
-            check_int(f"split[{part}]", size, 0)
+        for place, size in enumerate(split):
+            check_int(f"split[{place}]", size, 0)
     if num_microbatches is None:
         num_microbatches = len(split) if split is not None else 2
     check_int("num_microbatches", num_microbatches)

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from epmoe.checks import check_bool
 from epmoe.ops.quantize import row_format
 from epmoe.ops.quantize_blocks import BLOCK, block_mismatch
 from epmoe.quant.formats import FORMATS
@@ -85,6 +86,7 @@ class QuantConfig:
             raise ValueError(f"QuantConfig.block={self.block!r} with weights={self.weights!r}: {reason}")
         object.__setattr__(self, "block", block)  # a list is what files have
 
+        check_bool("QuantConfig.zero_points", self.zero_points)
         for field in ("scales", "down_scales"):
             if getattr(self, field) not in ("dynamic", "static"):
                 raise ValueError(f"QuantConfig.{field}={getattr(self, field)!r}: must be 'dynamic' or 'static'")

@@ -23,6 +23,7 @@ def quicken_interpreter() -> None:
     - The table from Triton's dtypes to numpy's is made anew at each use; here its answers are kept.
     - Products are numpy's, whose sums depend on a row's place in the tile, as no GPU's do; here they are float64's,
       which round to the same float32 everywhere.
+    - Triton 3.6 turns arrays of one element into numbers in a way that numpy 2.4 refuses; here in one that any takes.
     """
     from triton.runtime import interpreter
 
@@ -39,6 +40,8 @@ def quicken_interpreter() -> None:
         interpreter._patch_builtin = _NamesOnce(core.is_builtin, interpreter._patch_attr)
     if takes("_patch_lang", "fn") and hasattr(getattr(interpreter, "_LangPatchScope", None), "restore"):
         interpreter._patch_lang = _PatchedOnce(interpreter._patch_lang, (interpreter.tl, core))
+    if takes("_patch_lang_tensor", "tensor", "scope"):
+        interpreter._patch_lang_tensor = _with_numbers(interpreter._patch_lang_tensor)
     if takes("_get_np_dtype", "tt_dtype"):
         interpreter._get_np_dtype = _DtypesOnce(interpreter._get_np_dtype)
 
@@ -117,6 +120,16 @@ class _DtypesOnce:
         if found is None:
             found = self.known[dtype.name] = self.numpy_dtype(dtype)
         return found
+
+
+def _with_numbers(patch_tensor: Any) -> Any:
+    """The interpreter's `_patch_lang_tensor`, after which a tensor of one element is an index under any numpy."""
+
+    def patch(lang_tensor: Any, scope: Any) -> None:
+        patch_tensor(lang_tensor, scope)
+        scope.set_attr(lang_tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    return patch
 
 
 def _rows_alike(create_dot: Any, handle: Any) -> Any:

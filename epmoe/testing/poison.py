@@ -1,13 +1,16 @@
-"""Memory nobody wrote, made visible: `torch.empty` and its kin return NaN while `poisoned_empty()` is active.
+"""Memory nobody wrote, made visible: `torch.empty` and its kin return NaN, or a number of your choice, while
+`poisoned_empty()` is active.
 
 Padding that leaks into a result, an unwritten slot read as an expert id, `NaN * 0`: all of them hide behind a fresh
-allocation that happens to be zero. Tests of every stage of a token's path run inside this.
+allocation that happens to be zero. Tests of every stage of a token's path run inside this. A maximum or a comparison
+passes over NaN, though, and a rounding to integers makes zero of it: a large number finds those.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,12 +20,15 @@ _FUNCTIONS = ("empty", "empty_like", "empty_strided", "empty_permuted")
 _METHODS = ("new_empty", "new_empty_strided")
 
 
-def poison_(tensor: torch.Tensor) -> torch.Tensor:
+def poison_(tensor: torch.Tensor, value: float = math.nan) -> torch.Tensor:
     """Fill `tensor`, any shape, in place with what no right program reads; returns it.
 
-    NaN for floating and complex dtypes (both parts), the most negative value for signed integers, all bits set for
-    unsigned ones (uint8: 0xFF) and for packed float4, which has no NaN; True for bool. Tensors without plain strided
-    storage (sparse, quantized) are left alone.
+    Args:
+        value: what floating and complex dtypes (both parts) hold, at most the largest finite number of each; uint8,
+            which messages are made of, the bytes of `value` in float32 over and over. NaN sets all bits of uint8.
+
+    The most negative value for signed integers, all bits set for other unsigned ones and for packed float4, which has
+    no NaN; True for bool. Tensors without plain strided storage (sparse, quantized) are left alone.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return tensor
@@ -31,9 +37,13 @@ def poison_(tensor: torch.Tensor) -> torch.Tensor:
         if dtype is torch.float4_e2m1fn_x2:
             tensor.view(torch.uint8).fill_(0xFF)
         elif dtype.is_complex:
-            tensor.fill_(complex("nan+nanj"))
+            tensor.fill_(complex(value, value))
         elif dtype.is_floating_point:
-            tensor.fill_(float("nan"))
+            most = torch.finfo(dtype).max
+            tensor.fill_(value if math.isnan(value) else max(-most, min(value, most)))
+        elif dtype is torch.uint8 and not math.isnan(value):
+            word = torch.tensor([value], dtype=torch.float32).view(torch.uint8).to(tensor.device)
+            tensor.copy_(word.repeat(-(-tensor.numel() // 4))[: tensor.numel()].view(tensor.shape))
         elif dtype is torch.bool:
             tensor.fill_(True)
         else:
@@ -42,18 +52,19 @@ def poison_(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _poisoning(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _poisoning(allocate: Callable[..., torch.Tensor], value: float) -> Callable[..., torch.Tensor]:
     @functools.wraps(allocate)
     def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return poison_(allocate(*args, **kwargs))
+        return poison_(allocate(*args, **kwargs), value)
 
     return poisoned
 
 
 @contextlib.contextmanager
-def poisoned_empty() -> Iterator[None]:
+def poisoned_empty(value: float = math.nan) -> Iterator[None]:
     """While active, `torch.empty`, `empty_like`, `empty_strided`, `empty_permuted`, `Tensor.new_empty` and
-    `Tensor.new_empty_strided` return memory filled by `poison_`. Contexts nest.
+    `Tensor.new_empty_strided` return memory filled by `poison_` with `value`. Contexts nest; the innermost one's value
+    is what stays.
 
     The names are replaced on `torch` and `torch.Tensor`, for the whole process and every thread. That reaches what a
     `TorchDispatchMode` does not (a mode is off while the implementation of a `torch.library` operation runs, and
@@ -67,12 +78,12 @@ def poisoned_empty() -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         for name in _FUNCTIONS:
             undo.callback(setattr, torch, name, getattr(torch, name))
-            setattr(torch, name, _poisoning(getattr(torch, name)))
+            setattr(torch, name, _poisoning(getattr(torch, name), value))
         for name in _METHODS:
             # The originals live on TensorBase; an entry of torch.Tensor's own would outlive the context if put back.
             if name in vars(torch.Tensor):
                 undo.callback(setattr, torch.Tensor, name, vars(torch.Tensor)[name])
             else:
                 undo.callback(delattr, torch.Tensor, name)
-            setattr(torch.Tensor, name, _poisoning(getattr(torch.Tensor, name)))
+            setattr(torch.Tensor, name, _poisoning(getattr(torch.Tensor, name), value))
         yield

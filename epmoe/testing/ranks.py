@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import multiprocessing
 import os
@@ -30,6 +31,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from epmoe.checks import check_int, check_kind, check_seconds, said
 from epmoe.testing.forkserver import STATUS, fork_server
 from epmoe.testing.rank_process import FAILED, LEAVE, RETURNED, Failure, Job
 
@@ -97,10 +99,14 @@ def run_ranks(
         raise RuntimeError(
             "run_ranks was called while a rank imports this script: call it under `if __name__ == '__main__':`"
         )
+    check_kind("args", args, Sequence, "a sequence of what fn gets after rank and world_size, as (3,)")
+    check_kind("kwargs", kwargs, (Mapping, type(None)), "a mapping, or None")
+    check_kind("env", env, (Mapping, type(None)), "a mapping of str to str, or None")
     environment = {**os.environ, **(env or {})}
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     _check(world_size, backend, timeout, threads, environment)
     call = _pickle_call(fn, tuple(args), dict(kwargs or {}))
+    _check_signature(fn, tuple(args), dict(kwargs or {}))
     job = Job(
         world_size=world_size,
         backend=backend,
@@ -265,11 +271,9 @@ def _load(folder: Path, rank: int) -> Any:
 
 
 def _check(world_size: int, backend: str, timeout: float, threads: int, env: Mapping[str, str]) -> None:
-    for name, value in (("world_size", world_size), ("threads", threads)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}={value!r}: must be an int > 0")
-    if not 0 < timeout < float("inf"):
-        raise ValueError(f"timeout={timeout!r}: must be seconds, finite and > 0")
+    check_int("world_size", world_size)
+    check_int("threads", threads)
+    check_seconds("timeout", timeout)
     if backend not in _BACKENDS:
         raise ValueError(f"backend={backend!r}: must be one of {', '.join(map(repr, _BACKENDS))}")
     for key, text in env.items():
@@ -282,6 +286,23 @@ def _check(world_size: int, backend: str, timeout: float, threads: int, env: Map
             raise ValueError(
                 f"world_size={world_size}: backend {backend!r} needs a GPU per rank, {visible} are visible"
             )
+
+
+def _check_signature(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not callable(fn):
+        raise ValueError(f"{said('fn', fn)}: must be a function, called as fn(rank, world_size, *args, **kwargs)")
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # some of what is written in C has none
+        return
+    try:
+        signature.bind(0, 1, *args, **kwargs)
+    except TypeError as error:
+        name = getattr(fn, "__qualname__", repr(fn))
+        raise ValueError(
+            f"fn={name}{signature}: is called as fn(rank, world_size, *args, **kwargs), here with {len(args)} args and "
+            f"the kwargs {sorted(kwargs)}: {error}"
+        ) from None
 
 
 def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""Ops called past torch's dispatcher: only where nobody would notice."""
+"""Ops called past torch's dispatcher, only where nobody would notice; and whether kernels can run here at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from epmoe.ops._segments import standard_segments
-from epmoe.ops._triton import check_flat, op, runs_directly
+from epmoe.ops._triton import INTERPRET, check_flat, interpreter_refusal, op, runs_directly, use_triton
 from epmoe.ops.gather_sum import gather_sum
 from epmoe.ops.grouped_gemm import grouped_gemm
 
@@ -109,3 +109,25 @@ def test_flat_arguments_must_be_flat():
     for wrong in (message[:, 0], message[:, :1].reshape(-1), message[:, :1], message[:, 0].contiguous().double()):
         with pytest.raises(ValueError, match="scale is .*: must be 1-D, contiguous and torch.float32"):
             check_flat(wrong, "scale", torch.float32)
+
+
+@pytest.mark.skipif(not INTERPRET, reason="Triton was imported without its interpreter")
+def test_an_interpreter_that_can_not_use_this_numpy_is_refused_before_a_kernel_runs(monkeypatch):
+    from triton.runtime import interpreter
+
+    def of_one(tensor, scope):
+        def index(self):
+            raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
+
+        scope.set_attr(tensor, "__index__", index)
+
+    assert interpreter_refusal() is None
+    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", of_one)
+    interpreter_refusal.cache_clear()
+    try:
+        with pytest.raises(RuntimeError, match=r"Triton .* can't use numpy .*0-dimensional.*pip install 'numpy<2.4'"):
+            use_triton(torch.zeros(1))
+    finally:
+        monkeypatch.undo()
+        interpreter_refusal.cache_clear()

@@ -32,6 +32,7 @@ def test_without_weights_nothing_is_quantized_but_what_is_named() -> None:
     ({"activations": "fp9"}, "QuantConfig.activations='fp9'"),
     ({"gradients": "as weights"}, "QuantConfig.gradients='as weights'"),
     ({"combine": "bf16"}, "QuantConfig.combine='bf16'"),
+    ({"weights": "int4_g32", "zero_points": "yes"}, "QuantConfig.zero_points='yes': must be True or False"),
     ({"weights": "fp8_row", "zero_points": True}, "QuantConfig.zero_points=True with weights='fp8_row': must be"),
     ({"weights": "fp8_row", "scales": "fixed"}, "QuantConfig.scales='fixed': must be 'dynamic' or 'static'"),
     ({"weights": "fp8_block", "scales": "static"}, "QuantConfig.scales='static' with weights='fp8_block'"),

@@ -15,7 +15,7 @@ from torch import Tensor
 from epmoe import EPGroup, MoEConfig, MoELayer, QuantConfig, quantize_
 from epmoe.comm.workspace import Workspace
 from epmoe.config import Activation
-from epmoe.dispatch import make_dispatcher
+from epmoe.dispatch import DISPATCHERS, make_dispatcher
 from epmoe.experts import ExpertWeights, select_experts
 from epmoe.experts.spec import ExpertsSpec
 from epmoe.integrations.checkpoint import load_checkpoint, save_checkpoint
@@ -233,7 +233,8 @@ def test_a_forward_before_its_fixed_scales_are_there_is_refused(way, meta, tmp_p
 def test_fixed_scales_of_some_experts_or_of_a_layer_that_had_none_are_not_enough(seed) -> None:
     config = QuantConfig("fp8_row", down_scales="static")
     layer, x = make(seed, config), torch.randn(TOKENS, H).bfloat16()
-    other = make(seed, config)
+    other = make(seed, config, device="meta").to_empty(device="cpu")
+    assert other.down_proj_input_scale.isnan().all(), "memory that nobody wrote is no scale"  # type: ignore[union-attr]
     other.load_state_dict(layer.state_dict())
     layer.load_experts({"down_proj_input_scale": torch.ones(2)}, expert_ids=[0, 2])
     for unset in (layer, other):
@@ -249,6 +250,26 @@ def test_a_compiled_layer_with_fixed_scales_has_no_break(seed) -> None:
     with torch.no_grad():
         compiled = torch.compile(layer, fullgraph=True, backend="eager")
         assert torch.equal(compiled(x), layer(x))
+
+
+@pytest.mark.gpu
+def test_a_layer_with_fixed_scales_is_captured_and_told_of_unset_ones_without_a_wait(seed) -> None:
+    layer, x = make(seed, BOTH, device="cuda"), torch.randn(TOKENS, H, device="cuda").bfloat16()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.no_grad(), pytest.raises(ValueError, match="input_scale is not set"):
+            layer(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    by_setting(layer, layer, Path())
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        want = layer(x)
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        graph.replay()
+    assert torch.equal(y, want)
 
 
 def share(rank: int, ranks: int, directory: Path) -> tuple[list[int], Tensor, Tensor]:
@@ -267,6 +288,62 @@ def test_each_rank_loads_and_sets_those_of_its_own_experts(tmp_path: Path, seed)
     for ids, loaded, set_ in run_ranks(share, 2, args=(tmp_path,)):
         assert loaded.tolist() == [0.5 * 2**e for e in ids]
         assert set_.tolist() == [e + 1.0 for e in ids]
+
+
+MOVED = [name for name in DISPATCHERS if name != "local"]
+
+
+def fixed(scheme: str, seed: int, **options: Any) -> MoELayer:
+    """Experts three decades apart, with scales of both kinds fixed where the largest rows and activations saturate."""
+    quant = QuantConfig(scheme, scales="static", down_scales="static")
+    device, ep = options.pop("device", None), options.pop("ep", None)
+    torch.manual_seed(seed)
+    config = MoEConfig(H, I, E, K, quant=quant, placement="strided", max_tokens_per_rank=TOKENS, **options)
+    layer = MoELayer(config, ep, dtype=torch.bfloat16, device=device)
+    most = 448.0 if scheme == "fp8_row" else 127.0
+    magnitude = torch.logspace(-1, 2, E)
+    mine = magnitude[list(layer.local_experts)][:, None].to(layer.gate_up_proj.device)
+    layer.gate_up_proj_scale_inv.mul_(mine)  # type: ignore[union-attr]
+    layer.set_input_scale(1.5 / most)
+    layer.set_down_input_scales(magnitude.square() * 0.7 / most)
+    return layer
+
+
+def rows_of(rank: int, seed: int) -> Tensor:
+    return torch.randn(TOKENS - 2 * rank, H, generator=torch.Generator().manual_seed(seed + rank)).bfloat16()
+
+
+def moved(rank: int, ranks: int, seed: int, device: str, names: list[str]) -> dict[tuple[str, str], Tensor]:
+    ep = EPGroup(device=device, timeout=60, nodes=[0, 1] if "hierarchical" in names else None)
+    with torch.no_grad(), poisoned_empty():
+        return {
+            (scheme, name): fixed(scheme, seed, ep=ep, dispatcher=name)(rows_of(rank, seed).to(device)).cpu()
+            for scheme in KINDS
+            for name in names
+        }
+
+
+@pytest.mark.gpu2
+def test_rows_of_fixed_scales_are_stored_to_peers_as_they_are_sent(seed) -> None:
+    if INTERPRET:
+        pytest.skip("Triton was imported with TRITON_INTERPRET=1")
+    for found in run_ranks(moved, 2, args=(seed, "cuda", ["all_to_all", "symmetric"]), backend="nccl", timeout=120):
+        for scheme in KINDS:
+            assert row_errors(found[scheme, "symmetric"], found[scheme, "all_to_all"].double()).max() < 0.01, scheme
+
+
+def test_rows_of_fixed_scales_give_the_same_through_every_dispatcher(seed) -> None:
+    results = run_ranks(moved, 2, args=(seed, "cpu", MOVED), timeout=120)
+    for scheme in KINDS:
+        alone = fixed(scheme, seed)
+        dynamic = QuantConfig(scheme)
+        with torch.no_grad():
+            expected = [alone(rows_of(rank, seed)).double() for rank in range(2)]
+            free = quantize_(alone, dynamic)(rows_of(0, seed)).double()
+        assert row_errors(free, expected[0]).min() > 0.02, "what saturates must show"
+        for name in MOVED:
+            for found, want in zip(results, expected, strict=True):
+                assert row_errors(found[scheme, name], want).max() < 0.01, (scheme, name)
 
 
 @pytest.mark.parametrize("per_channel", [False, True], ids=["tensor", "channel"])

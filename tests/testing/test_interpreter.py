@@ -42,11 +42,12 @@ def test_this_triton_is_quickened_and_only_once():
 
     def ours() -> tuple[Any, ...]:
         dot = interpreter.InterpreterBuilder.create_dot
-        return interpreter._patch_builtin, interpreter._patch_lang, interpreter._get_np_dtype, dot
+        numbers = interpreter._patch_lang_tensor
+        return interpreter._patch_builtin, interpreter._patch_lang, interpreter._get_np_dtype, dot, numbers
 
     replaced = ours()
     assert [type(one) for one in replaced[:3]] == [_NamesOnce, _PatchedOnce, _DtypesOnce]
-    assert replaced[3].__name__ == "in_float64"
+    assert [one.__name__ for one in replaced[3:]] == ["in_float64", "patch"]
     assert not interpreter.interpreter_builder.options.sanitize_overflow
     quicken_interpreter()
     assert replaced == ours()

@@ -1,4 +1,4 @@
-"""`poisoned_empty`: whatever allocates without writing returns NaN, wherever it is called from."""
+"""`poisoned_empty`: whatever allocates without writing returns NaN, or a number, wherever it is called from."""
 
 from __future__ import annotations
 
@@ -52,6 +52,31 @@ def test_every_allocation_of_a_floating_dtype_is_nan(dtype):
         made = allocations(dtype)
     assert unpoisoned(made) == []
     assert all(tensor.dtype is dtype and tensor.shape == (3, 4) for tensor in made.values())
+
+
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+def test_a_number_is_in_every_allocation_at_most_the_dtypes_largest(dtype):
+    want = min(1e4, torch.finfo(dtype).max)
+    for value in (1e4, -1e4):
+        with poisoned_empty(value):
+            made = allocations(dtype)
+        held = torch.tensor(want, dtype=dtype).double().copysign(torch.tensor(value))
+        assert all((tensor.double() == held).all() for tensor in made.values())
+
+
+def test_bytes_of_messages_hold_the_number_for_who_reads_words_and_other_integers_stay_absurd():
+    with poisoned_empty(1e4):
+        message = torch.empty(3, 8, dtype=torch.uint8)
+        assert (message.view(torch.float32) == 1e4).all() and message.view(torch.bfloat16).isfinite().all()
+        assert torch.empty(5, dtype=torch.uint8).tolist() == [*message.view(-1)[:4].tolist(), 0]
+        assert torch.empty(0, dtype=torch.uint8).numel() == 0
+        assert (torch.empty(5, dtype=torch.int32) == torch.iinfo(torch.int32).min).all()
+        value = torch.empty(1, dtype=torch.complex64)
+        assert value.real == 1e4 and value.imag == 1e4
+    with poisoned_empty(0.0), poisoned_empty(1e4):
+        assert torch.empty(3).tolist() == [1e4] * 3
+    with poisoned_empty(0.0):
+        assert not torch.empty(7, dtype=torch.uint8).any() and not torch.empty(7).any()
 
 
 def test_strides_and_keywords_are_kept():
