@@ -14,11 +14,11 @@ import torch
 
 from epmoe.dispatch import DISPATCHERS
 from epmoe.dispatch.base import Dispatcher
-from epmoe.experts import EXPERTS, QUANTIZED_EXPERTS
+from epmoe.experts import EXPERTS, QUANTIZED_EXPERTS, TRAINING_EXPERTS
 from epmoe.experts.base import Experts
 
 LAYOUTS = ("standard", "batched")
-KINDS: Mapping[str, type[Experts]] = EXPERTS | QUANTIZED_EXPERTS
+KINDS: Mapping[str, type[Experts]] = EXPERTS | QUANTIZED_EXPERTS | TRAINING_EXPERTS
 """Every kind of experts, by name."""
 
 

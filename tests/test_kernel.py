@@ -21,14 +21,17 @@ from epmoe import (
 )
 from epmoe.capabilities import KINDS, combinations
 from epmoe.dispatch.base import Pending
+from epmoe.experts import EXPERTS
 from epmoe.testing import RankFailed, poisoned_empty, run_ranks
 from tests import naive
 
 E, K, H, I, CAP = 7, 2, 16, 24, 9
-COMBINATIONS = [  # monolithic experts take logits, those of a scheme other weights: each has tests of its own
+# Monolithic experts take logits, and have tests of their own; quantized kinds are walked through in
+# quant/test_every_dispatcher.py, those that train in fewer bits in experts/test_fp8_train.py.
+COMBINATIONS = [
     (c.dispatcher, c.experts, c.layout)
     for c in combinations()
-    if c.refusal is None and not KINDS[c.experts].monolithic and None in KINDS[c.experts].schemes
+    if c.refusal is None and not KINDS[c.experts].monolithic and c.experts in EXPERTS
 ]
 SITUATIONS = ["a rank without tokens", "one token each", "all to one rank", "no experts at all", "uneven"]
 
@@ -80,7 +83,8 @@ def every_combination(rank: int, ranks: int, seed: int) -> list[Any]:
             out = kernel(x, ids, p, weights).routed
             out.square().sum().backward()
         name = f"{dispatcher} + {experts} ({layout}), {situation}"
-        results.append((name, situation, out.detach(), x.grad, p.grad, weights.gate_up_proj.grad))
+        grads = (x.grad, p.grad, weights.gate_up_proj.grad, weights.down_proj.grad)
+        results.append((name, situation, out.detach(), *grads))
     return results
 
 
@@ -95,7 +99,7 @@ def test_every_dispatcher_with_every_experts_matches_float64_in_every_situation(
         out = naive.routed(x, torch.cat([b[1] for b in batches]), p, experts, ("swiglu", 1.0, 1.0), False)
         if out.requires_grad:  # some token has an expert
             out.square().sum().backward()
-        leaves = [x, p, experts["gate_up_proj"]]
+        leaves = [x, p, *experts.values()]
         wanted[situation] = [out.detach(), *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves)]
     for parts in zip(*by_rank, strict=True):
         name, situation = parts[0][:2]

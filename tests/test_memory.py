@@ -17,9 +17,11 @@ from epmoe import (
     make_dispatcher,
     select_experts,
 )
+from epmoe.capabilities import KINDS
 from epmoe.comm.memory import MemoryPlan, buffer
 from epmoe.comm.workspace import Workspace
 from epmoe.dispatch.base import Traffic
+from epmoe.quant.formats import FORMATS
 from epmoe.testing import run_ranks
 from tests.test_kernel import K, local_kernel, make_kernel
 
@@ -39,10 +41,24 @@ def test_the_peak_is_the_step_that_holds_most() -> None:
         assert line in str(plan)
 
 
-def test_experts_that_plan_nothing_are_named() -> None:
-    kernel, _ = local_kernel("reference", "standard")
-    with pytest.raises(ValueError, match="experts='reference' allocate as they go.*'grouped' or 'batched'"):
-        kernel.memory_plan(8, K)
+def test_experts_that_plan_nothing_are_refused_and_those_that_do_are_named() -> None:
+    for scheme in (None, *FORMATS):
+        spec = ExpertsSpec(Activation(), 64, 64, torch.bfloat16, torch.device("cpu"), scheme=scheme)
+        named, refused = [], ""
+        for kind in KINDS.values():
+            if kind.monolithic or scheme not in kind.schemes:
+                continue
+            moves = make_dispatcher("local", None, ExpertPlacement.contiguous(7, 1), "cpu")
+            kernel = MoEKernel(moves, kind(spec))
+            try:
+                assert kernel.memory_plan(8, K).peak > 0
+                named.append(kind.name)
+            except ValueError as error:
+                refused = str(error)
+        way_out = f"none for {scheme!r} weights has a plan"
+        if named:
+            way_out = "memory_plan needs experts=" + " or ".join(map(repr, named))
+        assert refused.endswith(f" allocate as they go: {way_out}")
 
 
 def plans(rank: int, ranks: int) -> dict[str, dict[str, int]]:

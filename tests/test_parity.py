@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from epmoe import ACTIVATIONS, EPGroup, MoEConfig, MoELayer, RouterConfig
+from epmoe import ACTIVATIONS, DISPATCHERS, EPGroup, MoEConfig, MoELayer, RouterConfig
 from epmoe.testing import run_ranks
 from tests import naive
+from tests.dispatch.hierarchical_cases import NODES
 
 # output, gradients of x and of expert weights, gradient of the router (each one more rounded product away)
 TOLERANCE = {torch.float32: (1e-5, 2e-5, 5e-5), torch.float16: (1e-3, 2e-3, 5e-3), torch.bfloat16: (5e-3, 1e-2, 2e-2)}
@@ -28,6 +29,8 @@ class Case:
     tokens: tuple[int, ...]  # per rank
     seed: int
     device: str = "cpu"
+    nodes: tuple[int, ...] | None = None  # pretended: each rank's, for `hierarchical`
+    one_sided: bool = False
 
 
 def make_case(seed: int, ranks: int, device: str = "cpu") -> Case:
@@ -75,12 +78,16 @@ def make_case(seed: int, ranks: int, device: str = "cpu") -> Case:
         router_weight_on_input=on_input,
         expert_bias=rng.random() < 0.4,
         placement=rng.choice(["contiguous", "strided", lists]),
-        dispatcher=rng.choice(["all_gather", "all_to_all", "all_to_all_fixed", "all_to_all" if ranks > 1 else "local"]),
+        dispatcher=rng.choice([*DISPATCHERS, "all_to_all"] if ranks == 1 else [d for d in DISPATCHERS if d != "local"]),
         experts=experts,
         max_tokens_per_rank=sizes[-1],
         chunk_tokens=rng.choice([None, None, 1, 5]),
     )  # fmt: skip
-    case = Case(config, dtype, tuple(tokens), seed, device)
+    nodes, one_sided = None, False
+    if config.dispatcher == "hierarchical":
+        nodes = rng.choice([tuple(of_rank) for of_rank in NODES.values() if len(of_rank) == ranks] or [(0,)])
+        one_sided = device == "cpu" and rng.random() < 0.5
+    case = Case(config, dtype, tuple(tokens), seed, device, nodes, one_sided)
     if limit == 1.5:
         config = dataclasses.replace(config, activation_limit=widest_gap(case, 1.3, 1.7))
     return dataclasses.replace(case, config=config)
@@ -124,6 +131,8 @@ def inputs(case: Case) -> dict[str, torch.Tensor]:
 def run_case(case: Case, rank: int, ep: EPGroup | None) -> dict[str, Any]:
     data = {name: tensor.to(case.device) for name, tensor in inputs(case).items()}
     layer = MoELayer(case.config, ep, device=case.device, dtype=case.dtype)
+    if case.one_sided:
+        layer.kernel(layer.gate_up_proj.device, case.dtype).dispatcher.one_sided = True  # type: ignore[attr-defined]
     with torch.no_grad():
         layer.load_experts({name: data[name] for name in EXPERT_TENSORS if name in data})
         for name in ("weight", "bias", "selection_bias"):
@@ -140,12 +149,12 @@ def run_case(case: Case, rank: int, ep: EPGroup | None) -> dict[str, Any]:
 
 
 def run_cases(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:
-    ep = EPGroup(timeout=60) if world > 1 else None
+    groups: dict[tuple[int, ...] | None, EPGroup] = {}
     results = []
     for case in cases:
-        if world == 1 and case.config.dispatcher != "local":
-            ep = ep or EPGroup(timeout=60)
-        results.append(run_case(case, rank, ep if case.config.dispatcher != "local" else None))
+        if case.config.dispatcher != "local" and case.nodes not in groups:
+            groups[case.nodes] = EPGroup(timeout=60, nodes=case.nodes)
+        results.append(run_case(case, rank, None if case.config.dispatcher == "local" else groups[case.nodes]))
     return results
 
 

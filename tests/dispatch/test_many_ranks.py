@@ -1,8 +1,10 @@
 """Four and eight ranks of one host, every dispatcher: outputs, gradients and rows on the wire against float64, for even
-and uneven experts, for uniform, skewed and one-hot routing, and ranks without tokens. One start of the processes."""
+and uneven experts, for uniform, skewed and one-hot routing, and ranks without tokens; on eight also rows in fp8, and a
+whole layer with its gradients. One start of the processes."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -10,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epmoe import EPGroup, ExpertPlacement
+from epmoe import EPGroup, ExpertPlacement, MoEConfig, MoELayer, RouterConfig
 from epmoe.dispatch import DISPATCHERS, Dispatcher, make_dispatcher
+from epmoe.quant.rows import QuantizedRows, dequantize_rows, quantize_rows
 from epmoe.testing import run_ranks
 
 H, K, C = 32, 2, 5
@@ -68,6 +71,53 @@ def check(d: Dispatcher, experts: int, routing: str, seed: int, tokens: list[int
         assert sent == 3 * leave and totals[0] == totals[1], (*where, sent, received)
 
 
+def check_fp8(d: Dispatcher, experts: int, seed: int, tokens: list[int]) -> None:
+    """Rows that travel in fp8 arrive as their quantization, and no other."""
+    assert d.ep is not None
+    x, ids, weights, _ = brought(d.ep.rank, experts, "zipf", seed, tokens)
+    with torch.no_grad():
+        rows = d.dispatch(x, ids, weights, scheme="fp8_block")
+        known = (rows.topk_ids >= 0) & (rows.topk_ids < experts)
+        pairs = known & (rows.expert_map[torch.where(known, rows.topk_ids, 0).long()] >= 0)
+        factor = torch.where(pairs, rows.topk_weights * (1 + rows.topk_ids), 0).sum(1, keepdim=True)
+        assert rows.x.dtype == torch.float8_e4m3fn and rows.x_scale is not None
+        came = dequantize_rows(QuantizedRows(rows.x, rows.x_scale, "fp8_block"), torch.float32)
+        out = d.combine(torch.where(pairs.any(1)[:, None], came, 0) * factor, rows.handle)
+    wide = torch.where(ids >= 0, weights.double() * (1 + ids), 0).sum(1, keepdim=True)
+    expected = dequantize_rows(quantize_rows(x, "fp8_block"), torch.float64) * wide
+    assert (out - expected).norm() <= 1e-5 * expected.norm(), (d.name, d.ep.num_ranks)
+
+
+def check_layer(ep: EPGroup, dispatcher: str, seed: int) -> None:
+    """A layer's output and all its gradients are those of one process with everybody's tokens."""
+    router = RouterConfig(dtype=torch.float64)
+    config = MoEConfig(H, 8, 10, K, router=router, num_shared_experts=1, expert_bias=True, max_tokens_per_rank=C)
+    torch.manual_seed(seed)
+    layer = MoELayer(dataclasses.replace(config, dispatcher=dispatcher), ep, device="cpu", dtype=torch.float64)
+    torch.manual_seed(seed)
+    alone = MoELayer(config, dtype=torch.float64)
+    tokens = TOKENS[: ep.num_ranks]
+    first = sum(tokens[: ep.rank])
+    mine = slice(first, first + tokens[ep.rank])
+    generator = torch.Generator().manual_seed(seed)
+    whole, upstream = torch.randn(2, sum(tokens), H, dtype=torch.float64, generator=generator)
+    x, everyones = whole[mine].clone().requires_grad_(), whole.requires_grad_()
+    y, expected = layer(x), alone(everyones)
+    (y * upstream[mine]).sum().backward()
+    (expected * upstream).sum().backward()
+    pairs = {"y": (y, expected[mine]), "x": (x.grad, everyones.grad[mine])}
+    for name, parameter in layer.named_parameters():
+        right = alone.get_parameter(name).grad
+        if name in layer.expert_parameters():
+            pairs[name] = parameter.grad, right[list(layer.local_experts)]
+        else:
+            summed = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+            dist.all_reduce(summed, group=ep.process_group)
+            pairs[name] = summed, right
+    for name, (found, right) in pairs.items():
+        assert (found - right).norm() <= 1e-12 + 1e-9 * right.norm(), (dispatcher, name)
+
+
 def everything(rank: int, ranks: int, seed: int) -> int:
     halves = [dist.new_group(list(range(first, first + 4))) for first in (0, 4)]
     cases = 0
@@ -86,6 +136,11 @@ def everything(rank: int, ranks: int, seed: int) -> int:
                 for routing in ROUTINGS if experts == 10 else ROUTINGS[:1]:
                     check(d, experts, routing, seed + cases, tokens)
                     cases += 1
+                if experts == 10 and group is None:
+                    check_fp8(d, experts, seed, tokens)
+        if group is None:
+            for dispatcher in ONCE_PER_RANK:
+                check_layer(ep, dispatcher, seed)
     os.environ["EPMOE_CPU_KERNELS"] = "triton"  # tokens few, for they are slow: a path of its own beyond two ranks
     for group, few in ((None, [1, 0, 1, 0, 0, 1, 0, 0]), (halves[rank // 4], [1, 0, 1, 1])):
         ep = EPGroup(group, device="cpu", timeout=60)
