@@ -15,7 +15,7 @@ from typing import Annotated
 
 import torch.distributed as dist
 import typer
-from model import ByteModel, ModelConfig, decode, join_ranks, share_of
+from model import ByteModel, ModelConfig, decode, join_ranks, run_command, share_of
 
 from epmoe.integrations.checkpoint import load_checkpoint, read_extra
 
@@ -77,4 +77,4 @@ def generate(
 
 
 if __name__ == "__main__":
-    app()
+    run_command(app)

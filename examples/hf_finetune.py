@@ -26,7 +26,7 @@ except ModuleNotFoundError:
 import torch
 import torch.distributed as dist
 import typer
-from model import join_ranks, mixed_precision, share_of
+from model import join_ranks, mixed_precision, run_command, share_of
 from torch import Tensor
 
 from epmoe import EPGroup
@@ -154,4 +154,4 @@ def finetune(
 
 
 if __name__ == "__main__":
-    app()
+    run_command(app)

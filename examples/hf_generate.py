@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from model import join_ranks
+from model import join_ranks, run_command
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from epmoe.integrations.transformers import from_pretrained, parallelize, routed_experts
@@ -78,4 +78,4 @@ def generate(
 
 
 if __name__ == "__main__":
-    app()
+    run_command(app)

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import typer
 from hf_finetune import read_tokens, tiny_model
+from model import run_command
 from torch import Tensor
 
 from epmoe.integrations.parallel import make_mesh
@@ -98,4 +99,4 @@ def train(
 
 
 if __name__ == "__main__":
-    app()
+    run_command(app)

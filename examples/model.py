@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,15 @@ import epmoe
 from epmoe import EPGroup, MoEConfig, MoELayer
 
 VOCAB = 256  # bytes
+
+
+def run_command(app: Callable[[], None]) -> None:
+    """A script's command: what can't work is told in one line, with exit code 2, as a wrong option is."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def join_ranks() -> tuple[EPGroup | None, torch.device]:

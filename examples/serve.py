@@ -35,7 +35,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"examples/serve.py needs {error.name}: pip install 'epmoe[serve]', or '.[serve]' in a clone")
 
-from model import join_ranks
+from model import join_ranks, run_command
 
 from epmoe import EPGroup
 from epmoe.dispatch import DISPATCHERS
@@ -181,4 +181,4 @@ def serve(
 
 
 if __name__ == "__main__":
-    app()
+    run_command(app)

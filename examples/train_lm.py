@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from model import VOCAB, ByteModel, ModelConfig, decode, join_ranks, mixed_precision, share_of
+from model import VOCAB, ByteModel, ModelConfig, decode, join_ranks, mixed_precision, run_command, share_of
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
@@ -255,4 +255,4 @@ def train(
 
 
 if __name__ == "__main__":
-    app()
+    run_command(app)

@@ -46,7 +46,7 @@ Routings = Annotated[str, typer.Option(help="uniform, zipf:EXPONENT or one_hot."
 Out = Annotated[Path | None, typer.Option(help="Folder of the records; default: epmoe/bench/results, none for CPU.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Few repetitions: to see that it works.")]
 Device = Annotated[str, typer.Option(help="auto, cuda or cpu.")]
-Timeout = Annotated[float, typer.Option(help="Seconds for all cases together.")]
+Timeout = Annotated[float, typer.Option(min=1, help="Seconds for all cases together.")]
 Compilers = Annotated[int, typer.Option(min=0, help="Processes that compile kernels first; each uses GPU memory.")]
 
 TIMEOUT = 540.0
@@ -241,6 +241,40 @@ def overlap(
     _run(measure, cases, None, out, quick, device, timeout)
 
 
+@bench_app.command("scale")
+def scale(
+    shape: Shapes = "deepseek-v3,qwen3-30b",
+    tokens: Annotated[str, typer.Option(help="Tokens per rank; layer and overlap take the most.")] = "1,128,1024,8192",
+    ranks: Annotated[str, typer.Option(help="Processes, one GPU each; more than there are GPUs: left out.")] = "2,4,8",
+    routing: Routings = "uniform,zipf:1.0,one_hot",
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "auto",
+    timeout: Timeout = 3 * TIMEOUT,
+) -> None:
+    """What more ranks cost: dispatch_combine, layer and overlap one after the other, by the cases of each that say so.
+
+    dispatch_combine sends rows in fp8_block, by all_to_all and symmetric; layer and overlap infer and train by
+    all_to_all, overlap with uniform routing and two shared experts.
+    """
+    counts, sizes, shapes, routings = _numbers(ranks, "ranks"), _numbers(tokens), _values(shape), _values(routing)
+    if torch.cuda.is_available() if device == "auto" else device == "cuda":
+        here = torch.cuda.device_count()
+        if not (counts := [count for count in counts if count <= here]):
+            raise typer.BadParameter(f"ranks={ranks!r}: needs a GPU per rank, {here} are visible")
+    common: dict[str, list[Any]] = {"shape": shapes, "ranks": counts}
+    whole = common | {"dispatcher": ["all_to_all"], "mode": ["infer", "train"], "tokens": [max(sizes)]}
+    moved = common | {"dispatcher": ["all_to_all", "symmetric"], "profile": ["auto"], "scheme": ["fp8_block"]}
+    parts: list[tuple[Measure, list[Any]]] = [
+        (measure_dispatch_combine, _cases(DispatchCombineCase, **moved, tokens=sizes, routing=routings)),
+        (measure_layer, _cases(LayerCase, **whole, experts=["grouped"], routing=routings)),
+        (measure_overlap, _cases(OverlapCase, **whole, shared_experts=[2])),
+    ]
+    until = time.monotonic() + timeout
+    for measure, cases in parts:
+        _run(measure, cases, None, out, quick, device, max(1.0, until - time.monotonic()))
+
+
 @bench_app.command("model")
 def model(
     shape: Shapes = "qwen3-30b",
@@ -312,6 +346,11 @@ def _run(
     cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     if out is None and cuda:
         out = RESULTS
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise typer.BadParameter(f"{out}: {error.strerror or error}", param_hint="--out") from error
     settings = Settings(*(2, 5) if quick else (5, 30), out=None if out is None else str(out.resolve()))
     settings = dataclasses.replace(settings, **(settings_of_bench or {}))
     by_ranks: dict[int, list[Any]] = {}
@@ -328,6 +367,8 @@ def _run(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except (RankFailed, RanksTimedOut) as error:
+        if isinstance(error, RankFailed) and error.kind == "ValueError":
+            raise typer.BadParameter(error.traceback.rpartition("ValueError: ")[2].strip()) from error
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
     for one in tables(measured, devices_named(by_ranks, measured[0]["device"])):

@@ -50,7 +50,7 @@ class DispatchCombineCase:
     routing: str = "uniform"
 
     def __post_init__(self) -> None:
-        problems.check_names(self.shape, self.routing, dispatcher=self.dispatcher)
+        problems.check_names(self.shape, self.routing, dispatcher=self.dispatcher, ranks=self.ranks)
         for field, names in (("profile", PROFILES), ("scheme", SCHEMES)):
             if getattr(self, field) not in names:
                 raise ValueError(f"{field}={getattr(self, field)!r}: must be {', '.join(names)}")

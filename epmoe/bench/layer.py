@@ -24,12 +24,15 @@ from epmoe.bench.session import Session
 from epmoe.bench.shapes import is_train
 from epmoe.bench.timing import Call, repeated
 from epmoe.dispatch import Dispatcher, ExpertInput
+from epmoe.experts import EXPERTS as KINDS
 from epmoe.experts import ExpertWeights
 from epmoe.kernel import MoEKernel
 from epmoe.ops.symmetric_configs import LATENCY_TOKENS
 
 PEER = "all_to_all+grouped_mm"
 EXPERTS = "experts"
+WIDE = tuple(name for name, kind in KINDS.items() if not kind.monolithic and "standard" in kind.layouts)
+"""Experts on bf16 weights that take ids and weights, as they stand ready here, and rows as dispatch gives them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +49,13 @@ class LayerCase:
 
     def __post_init__(self) -> None:
         shape = problems.check_names(
-            self.shape, self.routing, dispatcher=self.dispatcher, experts=self.experts, mode=self.mode
+            self.shape, self.routing, dispatcher=self.dispatcher, ranks=self.ranks, mode=self.mode
         )
+        if self.experts not in ("auto", *WIDE):
+            raise ValueError(
+                f"experts={self.experts!r}: the layer's weights are bf16, its ids given: must be auto, "
+                f"{', '.join(WIDE)}; epmoe bench quantized measures experts on quantized weights"
+            )
         if shape.num_experts % self.ranks:
             raise ValueError(f"ranks={self.ranks}: the peer needs equal shares of {shape.num_experts} experts")
         if shape.activation.name != "swiglu":

@@ -61,7 +61,7 @@ class OverlapCase:
     routing: str = "uniform"
 
     def __post_init__(self) -> None:
-        problems.check_names(self.shape, self.routing, dispatcher=self.dispatcher, mode=self.mode)
+        problems.check_names(self.shape, self.routing, dispatcher=self.dispatcher, ranks=self.ranks, mode=self.mode)
         if self.tokens < 2 or self.layers < 1 or self.shared_experts < 0:
             raise ValueError(
                 f"tokens={self.tokens}, layers={self.layers}, shared_experts={self.shared_experts}: must be at least "

@@ -134,7 +134,13 @@ def make_tokens(shape: Shape, ep: EPGroup, tokens: int, routing: str, dtype: tor
 
 
 def check_names(
-    shape: str, routing: str, *, dispatcher: str | None = None, experts: str | None = None, mode: str | None = None
+    shape: str,
+    routing: str,
+    *,
+    dispatcher: str | None = None,
+    ranks: int = 1,
+    experts: str | None = None,
+    mode: str | None = None,
 ) -> Shape:
     """The shape, after every name of a case has been checked: `ValueError` before any rank is started."""
     made = named_shape(shape)
@@ -143,6 +149,8 @@ def check_names(
     for field, name, known in (("dispatcher", dispatcher, DISPATCHERS), ("experts", experts, kinds)):
         if name is not None and name != "auto" and name not in known:
             raise ValueError(f"{field}={name!r}: must be auto, {', '.join(known)}")
+    if dispatcher == "local" and ranks > 1:
+        raise ValueError(f"dispatcher='local' with ranks={ranks}: it moves nothing, so ranks must be 1")
     if mode is not None:
         is_train(mode)
     return made

@@ -32,7 +32,8 @@ def trace_command(command: Sequence[str], folder: Path, skip: int, calls: int, p
         return 127
     ranks = sorted((Timeline.load(path) for path in folder.glob("rank*.json")), key=lambda line: line.rank)
     if not ranks:
-        console.print(f"no trace: the command made fewer than {skip + 1} calls of a layer (--skip), or none")
+        ended = f"ended with exit code {done.returncode}, after" if done.returncode else "made"
+        console.print(f"no trace: the command {ended} fewer than {skip + 1} calls of a layer (--skip), or none")
         return done.returncode or 1
     console.print(table(ranks))
     console.print(f"written to {folder}/rank*.json: open them in ui.perfetto.dev")

@@ -6,6 +6,7 @@ A rank stands in a row, its EP group, and where the same experts are held severa
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from epmoe.checks import check_kind, said
 from epmoe.comm import EPGroup
 
 
@@ -25,6 +27,7 @@ class Agreement:
     """
 
     def __init__(self, ep: EPGroup | None, replicas: dist.ProcessGroup | None = None) -> None:
+        check_kind("ep", ep, (EPGroup, type(None)), "the EPGroup of the model's layers, or None without one")
         self.rank, self.ranks = (0, 1) if ep is None else (ep.rank, ep.num_ranks)
         self.copy = 0 if replicas is None else dist.get_rank(replicas)
         self._row = None if ep is None else ep.process_group
@@ -61,6 +64,24 @@ def _gather(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def plain_json(extra: dict[str, Any] | None) -> dict[str, Any]:
+    """`extra` as a checkpoint keeps it.
+
+    Raises:
+        ValueError: it is no dict of plain data; names the entry.
+    """
+    if extra is None:
+        return {}
+    check_kind("extra", extra, dict, "a dict of plain JSON data, or None")
+    for name, value in extra.items():
+        try:
+            json.dumps({name: value})
+        except (TypeError, ValueError) as error:
+            hint = "plain JSON data (numbers, text, lists, dicts); tensors belong to the model as buffers"
+            raise ValueError(f"{said(f'extra[{name!r}]', value)}: must be {hint}: {error}") from error
+    return extra
 
 
 def gathered(tensor: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from epmoe.comm import EPGroup
-from epmoe.integrations._agreement import Agreement, gathered, keep_own_part
+from epmoe.integrations._agreement import Agreement, gathered, keep_own_part, plain_json
 from epmoe.layer import MoELayer
 from epmoe.quantized import copy_bits, mismatch
 
@@ -72,7 +72,7 @@ def save_checkpoint(
     try:
         with job.together(operation):
             directory.mkdir(parents=True, exist_ok=True)
-            settings = json.dumps({"param_groups": _group_settings(optimizer), "extra": extra or {}})
+            settings = json.dumps({"param_groups": _group_settings(optimizer), "extra": plain_json(extra)})
             ids = {layer: list(module.local_experts) for layer, module in _moe_layers(model).items()}
             tensors = _own_tensors(model, optimizer, writes, rank == 0)
             if writes:

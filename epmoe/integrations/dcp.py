@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from epmoe.integrations._agreement import plain_json
 from epmoe.layer import MoELayer
 
 ENTRY = "training"  # the name under which `save_distributed` keeps everything
@@ -59,7 +60,7 @@ class TrainingState(Stateful):
         while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):  # the latter: torch.compile
             inner = inner.module if isinstance(inner, DistributedDataParallel) else inner._orig_mod
         self.model: nn.Module = inner
-        self.optimizer, self.extra = optimizer, extra or {}
+        self.optimizer, self.extra = optimizer, plain_json(extra)
         self._model: dict[str, Any] = {}
         self._optimizer: dict[str, Any] = {}
 

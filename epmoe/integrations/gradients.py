@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from epmoe.checks import check_bool, check_kind, is_number, require
 from epmoe.comm import EPGroup
 from epmoe.layer import MoELayer
 
@@ -96,6 +97,7 @@ def reduce_gradients(
         ValueError: a layer of `model` belongs to another group than `ep`, or FSDP shards `model`.
         PeerError: a rank did not take part within the group's deadline.
     """
+    check_group(model, ep)
     replicated = replicated_parameters(model)
     _check_plain(replicated)
     reduce_expert_gradients(model, ep, replicas=replicas, average=average)
@@ -118,6 +120,7 @@ def reduce_expert_gradients(
     check_group(model, ep)
     experts = expert_parameters(model)
     _check_plain(experts)
+    check_bool("average", average)
     scale = 1 / _data_ranks(ep, replicas) if average else 1.0
     if replicas is not None and dist.get_world_size(replicas) > 1:
         for bucket in _buckets([p for p in experts.values() if p.requires_grad]):
@@ -144,8 +147,7 @@ def grad_norm(model: nn.Module, ep: EPGroup | None, norm_type: float = 2.0) -> T
         ValueError: `norm_type` is not > 0, a layer of `model` belongs to another group than `ep`, or a gradient still
             waits for a reduction (DTensor's `Partial`).
     """
-    if not norm_type > 0:
-        raise ValueError(f"norm_type={norm_type!r}: must be > 0")
+    require(is_number(norm_type) and norm_type > 0, "norm_type", norm_type, "a number > 0, or inf")
     check_group(model, ep)
     experts = {id(parameter) for parameter in expert_parameters(model).values()}
     # Parameters choose the collectives, not gradients, which one rank may lack: every rank takes the same steps.
@@ -198,8 +200,7 @@ def clip_grad_norm_(model: nn.Module, ep: EPGroup | None, max_norm: float, norm_
     Raises:
         ValueError: `max_norm` is not > 0, or as `grad_norm`.
     """
-    if not max_norm > 0:
-        raise ValueError(f"max_norm={max_norm!r}: must be > 0")
+    require(is_number(max_norm) and max_norm > 0, "max_norm", max_norm, "a number > 0")
     total = grad_norm(model, ep, norm_type)
     coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for parameter in model.parameters():
@@ -296,7 +297,9 @@ def _reduce(bucket: list[nn.Parameter], ep: EPGroup | None, replicas: dist.Proce
 
 
 def check_group(model: nn.Module, ep: EPGroup | None) -> None:
-    """Raises ValueError where a layer of `model` was built with another group than `ep`."""
+    """Raises ValueError where a layer of `model` was built with another group than `ep`, or these are no such."""
+    check_kind("model", model, nn.Module, "a module with MoELayers")
+    check_kind("ep", ep, (EPGroup, type(None)), "the EPGroup of its layers, or None where one process has all experts")
     for name, layer in model.named_modules():
         if isinstance(layer, MoELayer) and (layer.ep and layer.ep.name) != (ep and ep.name):
             raise ValueError(f"ep={ep}: layer {name or layer.name!r} was built with ep={layer.ep}; pass that group")

@@ -110,6 +110,15 @@ def test_dispatch_combine_measures_both_dispatchers_against_a_bare_exchange_of_t
         (["layer", "--ranks", "3"], "ranks=3"),
         (["layer", "--dispatcher", "fast"], "dispatcher='fast'"),
         (["layer", "--experts", "fast"], "experts='fast'"),
+        (["layer", "--experts", "monolithic"], "experts='monolithic': the layer's weights are bf16, its ids given"),
+        (["layer", "--experts", "batched"], "experts='batched': the layer's weights are bf16, its ids given"),
+        (["layer", "--experts", "grouped_fp8"], "experts='grouped_fp8': the layer's weights are bf16, its ids given"),
+        (["layer", "--dispatcher", "local"], "dispatcher='local' with ranks=2: it moves nothing, so ranks must be 1"),
+        (["overlap", "--dispatcher", "local"], "dispatcher='local' with ranks=2: it moves nothing"),
+        (["dispatch_combine", "--dispatcher", "local"], "dispatcher='local' with ranks=2: it moves nothing"),
+        (["layer", "--timeout", "0"], "Invalid value for '--timeout'"),
+        (["layer", "--timeout", "-3"], "Invalid value for '--timeout'"),
+        (["layer", "--device", "cpu", "--out", "/proc/x"], "--out: /proc/x: "),
         (["layer", "--routing", "zipf"], "routing='zipf'"),
         (["routed_mlp", "--mode", "train", "--scheme", "fp8_block"], "mode='train'"),
         (["routed_mlp", "--scheme", "int3"], "scheme='int3'"),
@@ -127,6 +136,19 @@ def test_a_mistake_is_named_before_any_rank_starts(arguments, message, monkeypat
     monkeypatch.setattr("epmoe.bench.session.run_ranks", lambda *a, **k: pytest.fail("ranks were started"))
     result = CliRunner().invoke(bench_app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
     assert result.exit_code == 2 and message in result.output
+
+
+def refuse(case, session):
+    raise ValueError(f"tokens={case.tokens}: must be more\nthan that")
+
+
+def test_a_mistake_that_ranks_find_is_told_without_their_traceback(monkeypatch):
+    monkeypatch.setattr("epmoe.bench.cli.measure_layer", refuse)
+    result = CliRunner().invoke(
+        bench_app, ["layer", "--shape", "tiny", "--tokens", "5", "--device", "cpu", "--quick"], env={"COLUMNS": "200"}
+    )
+    assert result.exit_code == 2 and "tokens=5: must be more" in result.output and "than that" in result.output
+    assert "Traceback" not in result.output
 
 
 def measure_with_a_wrong_peer(rank, world_size):

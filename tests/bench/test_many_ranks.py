@@ -52,6 +52,28 @@ def test_layer_and_overlap_on_two_and_four_ranks_say_what_moving_costs(tmp_path:
     assert all(record["link_percent"] > 0 for record in records)
 
 
+def test_scale_is_one_command_for_moving_layers_and_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr("epmoe.bench.cli._run", lambda measure, cases, *_: ran.append((measure.__name__, cases)))
+    result = CliRunner().invoke(bench_app, ["scale", "--device", "cpu"])
+    assert result.exit_code == 0, f"{result.output}\n{result.exception!r}"
+    assert [name for name, _ in ran] == ["measure_dispatch_combine", "measure_layer", "measure_overlap"]
+    for (_, cases), routings in zip(ran, (3, 3, 1), strict=True):
+        assert {case.ranks for case in cases} == {2, 4, 8} and {case.shape for case in cases} > {"deepseek-v3"}
+        assert len({case.routing for case in cases}) == routings
+    sent = ran[0][1]
+    assert {(case.dispatcher, case.scheme) for case in sent} == {(d, "fp8_block") for d in ("all_to_all", "symmetric")}
+    assert {case.tokens for case in sent} == {1, 128, 1024, 8192}
+    assert {(case.tokens, case.mode) for case in ran[1][1]} == {(8192, "infer"), (8192, "train")}
+    ran.clear()
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert CliRunner().invoke(bench_app, ["scale", "--device", "cuda"]).exit_code == 0
+    assert {case.ranks for _, cases in ran for case in cases} == {2, 4}
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    refused = CliRunner().invoke(bench_app, ["scale", "--device", "cuda"], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert refused.exit_code == 2 and "ranks='2,4,8': needs a GPU per rank, 1 are visible" in refused.output
+
+
 def test_one_table_holds_all_numbers_of_ranks_with_growth_over_the_fewest(tmp_path: Path) -> None:
     for ranks, median in ((2, 10.0), (8, 25.0)):
         records = [

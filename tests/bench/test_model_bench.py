@@ -110,6 +110,7 @@ def test_floors_count_weights_rows_and_what_is_cached() -> None:
         (["--shape", "gpt-oss-20b"], "knows swiglu alone"),
         (["--mode", "infer"], "mode='infer': must be train or decode"),
         (["--dispatcher", "fast"], "dispatcher='fast'"),
+        (["--dispatcher", "local"], "dispatcher='local' with ranks=2: it moves nothing"),
         (["--rows", "0"], "rows='0'"),
         (["--tokens", "1"], "tokens=1"),
     ],

@@ -40,7 +40,9 @@ def test_a_script_is_traced_and_keeps_its_exit_code(tmp_path: Path) -> None:
 def test_a_command_without_layers_or_without_a_program_says_so(tmp_path: Path) -> None:
     console = Console(record=True, width=120, file=io.StringIO())
     assert trace_command([sys.executable, "-c", ""], tmp_path, 5, 1, False, console) == 1
-    assert "fewer than 6 calls of a layer" in console.export_text()
+    assert "the command made fewer than 6 calls of a layer" in console.export_text()
+    assert trace_command([sys.executable, "-c", "raise SystemExit(3)"], tmp_path, 5, 1, False, console) == 3
+    assert "the command ended with exit code 3, after fewer than 6 calls" in console.export_text()
     assert trace_command([str(tmp_path / "missing")], tmp_path, 0, 1, False, console) == 127
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,3 +99,32 @@ def test_generating_without_a_checkpoint_says_what_is_missing(tmp_path):
     ended = start("generate.py", 1, "--checkpoint", str(tmp_path))
     assert ended.returncode != 0
     assert "index.json is not there" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "said"),
+    [
+        ("train_lm.py", ["--data", "/nope"], "--data /nope: 0 files"),
+        ("train_lm.py", ["--top-k", "9", "--experts", "3"], "MoEConfig.top_k=9: must be at most"),
+        ("train_lm.py", ["--dispatch", "x"], "MoEConfig.dispatch_scheme='x': must be one of"),
+        ("hf_generate.py", ["--path", "/nope"], "path='/nope' is no directory"),
+        ("hf_finetune.py", ["--data", "/nope"], "[Errno 2] No such file or directory: '/nope'"),
+        ("serve.py", ["--path", "/nope"], "path='/nope' is no directory"),
+    ],
+    ids=lambda value: value.removesuffix(".py") if isinstance(value, str) and value.endswith(".py") else "",
+)
+def test_what_cannot_work_is_told_in_one_line(script, arguments, said, tmp_path, monkeypatch, capsys):
+    if script != "train_lm.py":
+        pytest.importorskip("transformers", minversion="5.17")
+    if script == "serve.py":
+        pytest.importorskip("fastapi"), pytest.importorskip("uvicorn")
+    path = ROOT / "examples" / script
+    out = ["--out", str(tmp_path)] if script == "train_lm.py" else []
+    monkeypatch.syspath_prepend(path.parent)
+    monkeypatch.setattr(sys, "argv", [str(path), *arguments, *out])
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(path), run_name="__main__")
+    lines = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and lines[-1].startswith(f"{script}: {said}"), lines
+    assert not any("Traceback" in line for line in lines)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from epmoe import EPGroup, MoEConfig, MoELayer, RouterConfig
 from epmoe.integrations import checkpoint
 from epmoe.integrations.checkpoint import load_checkpoint, read_extra, save_checkpoint
+from epmoe.integrations.dcp import save_distributed
 from epmoe.integrations.gradients import expert_parameters, reduce_gradients
 from epmoe.testing import run_ranks
 
@@ -354,4 +355,18 @@ def test_state_that_is_neither_of_the_parameters_shape_nor_a_scalar_is_refused(t
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(4, 7))], lr=1.0)
     with pytest.raises(ValueError, match=r"shape \(4, 7\) that is not the model's"):
         save_checkpoint(tmp_path, model, None, optimizer)
+    assert not list(tmp_path.iterdir())
+
+
+def test_extra_that_is_no_plain_data_and_other_kinds_of_arguments_are_refused_by_name(tmp_path):
+    model = nn.Linear(3, 2)
+    for call, said in (
+        (lambda: save_checkpoint(tmp_path, model, None, extra={"x": torch.ones(2)}), r"extra\['x'\] is a Tensor"),
+        (lambda: save_checkpoint(tmp_path, model, None, extra=[1]), r"extra=\[1\]: must be a dict"),
+        (lambda: save_checkpoint(tmp_path, model, 3), "ep=3: must be the EPGroup"),
+        (lambda: load_checkpoint(tmp_path, model, "ep"), "ep='ep': must be the EPGroup"),
+        (lambda: save_distributed(tmp_path, model, extra={"x": {1, 2}}), r"extra\['x'\]={1, 2}: must be plain JSON"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
     assert not list(tmp_path.iterdir())

@@ -223,5 +223,18 @@ def test_another_group_than_the_layers_is_refused_by_the_layers_name(seed):
 
 @pytest.mark.parametrize("arguments", [{"max_norm": 0.0}, {"max_norm": 1.0, "norm_type": -2.0}])
 def test_a_norm_that_is_not_positive_is_refused(arguments):
-    with pytest.raises(ValueError, match=f"{list(arguments)[-1]}=.*must be > 0"):
+    with pytest.raises(ValueError, match=f"{list(arguments)[-1]}=.*must be a number > 0"):
         clip_grad_norm_(nn.Linear(1, 1), None, **arguments)
+
+
+def test_arguments_of_other_kinds_are_refused_by_name(seed):
+    model = nn.Linear(2, 2)
+    for call, said in (
+        (lambda: reduce_gradients(model, 3), "ep=3: must be the EPGroup of its layers"),
+        (lambda: reduce_gradients(3, None), "model=3: must be a module"),
+        (lambda: reduce_gradients(model, None, average="no"), "average='no': must be True or False"),
+        (lambda: clip_grad_norm_(model, None, "x"), "max_norm='x': must be a number > 0"),
+        (lambda: clip_grad_norm_(model, None, 1.0, norm_type="2"), "norm_type='2': must be a number > 0, or inf"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()

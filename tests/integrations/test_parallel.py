@@ -37,7 +37,7 @@ UNEVEN = (5, 0, 3, 4)
 class Block(nn.Module):
     def __init__(self, ep: EPGroup | None, name: str, dtype: torch.dtype, experts: int = E) -> None:
         super().__init__()
-        self.recompute = False
+        self.recompute: bool | str = False
         self.norm, self.inward = nn.RMSNorm(H, dtype=dtype), nn.Linear(H, H, dtype=dtype)
         router = RouterConfig(dtype=torch.promote_types(dtype, torch.float32))
         config = MoEConfig(H, I, experts, K, router=router, num_shared_experts=1, placement="strided", expert_bias=True)
@@ -45,6 +45,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.recompute and torch.is_grad_enabled():
+            if self.recompute == "by torch":
+                return torch.utils.checkpoint.checkpoint(self.compute, x, use_reentrant=False)
             return epmoe.checkpoint(self.compute, x)
         return self.compute(x)
 
@@ -85,7 +87,7 @@ class Case(NamedTuple):
     ep_ranks: int = 2
     shard_ranks: int | None = None
     uneven: bool = False
-    recompute: bool = False
+    recompute: bool | str = False  # "by torch": with its own checkpoint
     compiled: bool = False
     sync_each: bool = False
     reshard: bool | None = None
@@ -222,10 +224,11 @@ FLOAT64 = {
     "fsdp, uneven": Case(uneven=True, optimizer="sgd", blocks=2),
     "fsdp, a column of one, recomputed": Case(ep_ranks=4, optimizer="fused", recompute=True, reshard=True),
     "fsdp, fewer experts than ranks, reduced every time": Case(ep_ranks=1, shard_ranks=2, experts=3, sync_each=True),
-    "fsdp, a rank without a part of the experts": Case(ep_ranks=1),
+    "fsdp, a rank without a part of the experts, recomputed by torch": Case(ep_ranks=1, recompute="by torch"),
     "ddp, uneven": Case(stack="ddp", uneven=True, optimizer="sgd", blocks=2),
     "ddp, a column of one, recomputed": Case(stack="ddp", ep_ranks=4, recompute=True),
     "ddp, a row of one": Case(stack="ddp", ep_ranks=1, accumulate=3),
+    "ddp, recomputed by torch": Case(stack="ddp", recompute="by torch"),
 }
 
 
@@ -250,7 +253,8 @@ def test_float32_steps_are_those_of_one_process(seed):
 
 
 def test_compiled_blocks_take_the_same_steps(seed):
-    check({"compiled": Case(steps=1, accumulate=1, compiled=True)}, seed, 2, tolerance=1e-9, of_parameters=1e-7)
+    cases = {stack: Case(steps=1, accumulate=1, compiled=True, stack=stack) for stack in ("fsdp", "ddp")}
+    check(cases, seed, 2, tolerance=1e-9, of_parameters=1e-7)
 
 
 def mixed_precision(rank: int, ranks: int, seed: int) -> tuple[set[str], list[float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -16,7 +17,14 @@ pytest.importorskip("transformers", minversion="5.17")
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    Llama4Config,
+)
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: E402
 
 from epmoe import EPGroup  # noqa: E402
@@ -29,9 +37,10 @@ from epmoe.integrations.transformers import (  # noqa: E402
     unparallelize,
 )
 from epmoe.integrations.transformers.dequantize import dequantize_fp8, dequantize_mxfp4  # noqa: E402
+from epmoe.ops.narrow_formats import pack_nibbles  # noqa: E402
 from epmoe.quant.config import QuantConfig  # noqa: E402
 from epmoe.testing import run_ranks  # noqa: E402
-from tests.integrations.transformers_families import batch, tiny_model  # noqa: E402
+from tests.integrations.transformers_families import batch, randomize, tiny_model  # noqa: E402
 
 FAMILIES = [preset.family for preset in PRESETS]
 FORMS = [(family, "as published") for family in FAMILIES] + [(f, "as in memory") for f in ("Mixtral", "Granite-MoE")]
@@ -66,6 +75,12 @@ class Counted:
 
     def get_slice(self, name: str) -> Counted:
         return Counted(self.file.get_slice(name), name)
+
+    def get_dtype(self) -> str:
+        return self.file.get_dtype()
+
+    def get_shape(self) -> list[int]:
+        return self.file.get_shape()
 
     def __getitem__(self, index: Any) -> Tensor:
         found = self.file[index]
@@ -173,10 +188,10 @@ def test_dtype_config_and_class_can_be_chosen(seed, tmp_path):
     assert next(iter(routed_experts(model).values())).gate_up_proj.dtype == torch.bfloat16
 
 
-def quantize_fp8(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    grid = [-(-size // block) for size in weight.shape]
+def quantize_fp8(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    grid = [-(-size // tile) for size, tile in zip(weight.shape, block, strict=True)]
     scale = torch.rand(grid) + 0.5
-    wide = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)[: weight.shape[0], : weight.shape[1]]
+    wide = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: weight.shape[0], : weight.shape[1]]
     return (weight / wide).to(torch.float8_e4m3fn), scale
 
 
@@ -189,7 +204,7 @@ def test_fp8_checkpoints_are_dequantized_tile_by_tile(fused, seed, tmp_path):
         tensors[name] = expected[name] = tensor
         if "experts" in name or ("_proj" in name and "self_attn" in name):
             each = tensor if tensor.dim() == 3 else tensor[None]
-            weights, scales = zip(*(quantize_fp8(matrix, 8) for matrix in each), strict=True)
+            weights, scales = zip(*(quantize_fp8(matrix, (8, 8)) for matrix in each), strict=True)
             wide = [s.repeat_interleave(8, 0).repeat_interleave(8, 1)[: w.shape[0], : w.shape[1]].double()
                     for w, s in zip(weights, scales, strict=True)]  # fmt: skip
             values = torch.stack([w.double() * s for w, s in zip(weights, wide, strict=True)]).float()
@@ -210,9 +225,112 @@ def test_fp8_checkpoints_are_dequantized_tile_by_tile(fused, seed, tmp_path):
         assert close(tensor, plain.state_dict()[name]), name
 
 
+def test_a_model_with_a_vision_part_loads_by_its_own_class(seed, tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    pixels = {"vision_output_dim": 16, "image_size": 16, "patch_size": 8}
+    projector = {"projector_input_dim": 16, "projector_output_dim": 16}
+    text = tiny_model("Llama 4", seed).config.to_dict()
+    config = Llama4Config(text_config=text, vision_config={**sizes, **pixels, **projector})
+    plain = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    randomize(plain, seed)
+    plain.save_pretrained(tmp_path)
+    model = from_pretrained(tmp_path, auto_class=AutoModelForImageTextToText)
+    assert type(model) is type(plain)
+    x, image = batch(0, seed), torch.randn(1, 3, 16, 16)
+    # by its parts: the whole model's forward fails in transformers 5.24 itself
+    assert close(model.language_model(input_ids=x).logits, plain.language_model(input_ids=x).logits)
+    seen = [each.get_image_features(pixel_values=image) for each in (model, plain)]
+    seen = [getattr(features, "last_hidden_state", features) for features in seen]
+    assert close(*seen) and seen[0].norm() > 0
+    assert [name for name in routed_experts(model) if name.startswith("language_model.")]
+    for name, tensor in unparallelize(model).state_dict().items():
+        assert torch.equal(tensor, plain.state_dict()[name]), name
+
+
+CHANNELS = (
+    lambda n: (),
+    lambda n: (1,),
+    lambda n: (n,),
+    lambda n: (n, 1),
+)  # shapes of `weight_scale` of a matrix with n rows
+
+
+def with_scales(path: Path, fused: bool, static: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Rewrites a checkpoint's experts and attention in FP8 with a scale per tensor or channel, in all four shapes by
+    turns; what it would hold without, and what it holds."""
+    tensors, wide, turn = {}, {}, 0
+    for name, tensor in load_file(path / files.SINGLE).items():
+        tensors[name] = wide[name] = tensor
+        if "experts" not in name and not ("_proj" in name and "self_attn" in name):
+            continue
+        turn += 1
+        form = CHANNELS[turn % 4 if tensor.dim() == 2 else turn % 3]
+        lead = tensor.shape[:-2]
+        scale = torch.rand(lead + form(tensor.shape[-2])) * 0.01 + 0.001
+        by_row = scale.reshape(*lead, -1, 1)
+        values = (tensor / by_row).clamp(-448, 448).to(torch.float8_e4m3fn)
+        tensors[name], tensors[f"{name}_scale"] = values, scale
+        wide[name] = (values.double() * by_row).float()
+        if static and not fused:
+            tensors[f"{name.removesuffix('weight')}input_scale"] = torch.tensor(0.01 * turn)
+    save_file(tensors, path / files.SINGLE)
+    settings = json.loads((path / "config.json").read_text())
+    kind = "static" if static else "dynamic"
+    settings["quantization_config"] = {"quant_method": "fp8", "activation_scheme": kind}
+    (path / "config.json").write_text(json.dumps(settings))
+    return wide, tensors
+
+
 @pytest.mark.parametrize("fused", [False, True])
-def test_fp8_experts_stay_the_bits_they_are_in_an_fp8_layer(fused, seed, tmp_path):
-    """Two tiles along H; gate and up are one tile of rows each."""
+def test_fp8_checkpoints_with_a_scale_per_tensor_or_channel_are_scaled(fused, seed, tmp_path):
+    path = saved("DeepSeek-V3", seed, tmp_path / "fp8", save_original_format=not fused)
+    shutil.copytree(path, tmp_path / "wide")
+    wide, _ = with_scales(path, fused)
+    save_file(wide, tmp_path / "wide" / files.SINGLE)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "wide")
+    model = from_pretrained(path)
+    assert close(model(batch(0, seed)).logits, plain(batch(0, seed)).logits)
+    for name, tensor in unparallelize(model).state_dict().items():
+        assert close(tensor, plain.state_dict()[name]), name
+
+
+def test_fp8_channels_stay_the_bits_they_are_and_fixed_scales_come_along(seed, tmp_path):
+    path = saved("Qwen3-MoE", seed, tmp_path, save_original_format=True)
+    wide, stored = with_scales(path, fused=False, static=True)
+    quant = QuantConfig.from_checkpoint(json.loads((path / "config.json").read_text())["quantization_config"])
+    model = from_pretrained(path, quant=quant)
+    for name, layer in routed_experts(model).items():
+        for our, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            values, scale = layer.get_parameter(our), layer.get_parameter(f"{our}_scale_inv")
+            each = [[f"{name}.{e}.{part}" for part in parts] for e in range(6)]
+            fixed = [max(stored[f"{n}.input_scale"].item() for n in names) for names in each]
+            for expert, names in enumerate(each):
+                bits = torch.cat([stored[f"{n}.weight"].view(torch.uint8) for n in names])
+                scales = [stored[f"{n}.weight_scale"].reshape(-1).expand(values.shape[1] // len(names)) for n in names]
+                assert torch.equal(values[expert].view(torch.uint8), bits)
+                assert torch.equal(scale[expert], torch.cat(scales))
+            expected = torch.tensor([max(fixed)] if our == "gate_up_proj" else fixed)
+            assert torch.equal(layer.get_parameter(f"{our}_input_scale"), expected)
+    with torch.no_grad():
+        assert model(batch(0, seed)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("which", ["mlp.experts.1.up_proj", "self_attn.q_proj"])
+def test_fp8_values_without_their_scales_are_refused(which, seed, tmp_path):
+    path = saved("Qwen3-MoE", seed, tmp_path, save_original_format=True)
+    _, stored = with_scales(path, fused=False)
+    name = f"model.layers.1.{which}.weight"
+    del stored[f"{name}_scale"]
+    save_file(stored, path / files.SINGLE)
+    told = rf"'{name}' is .*neither '{name}_scale_inv' nor '{name}_scale' is there: values mean nothing without"
+    with pytest.raises(ValueError, match=told.replace(".", r"\.").replace(r"\.*", ".*")):
+        from_pretrained(path)
+
+
+@pytest.mark.parametrize("block", [(128, 128), (16, 32), (1, 384)], ids=str)
+@pytest.mark.parametrize("fused", [False, True])
+def test_fp8_experts_stay_the_bits_they_are_in_an_fp8_layer(fused, block, seed, tmp_path):
+    """Tiles that end where gate and up do; the last along H is cut."""
     config = tiny_model("Qwen3-MoE", seed).config
     config.update({"hidden_size": 160, "moe_intermediate_size": 128, "num_experts": 3})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path, save_original_format=not fused)
@@ -221,17 +339,18 @@ def test_fp8_experts_stay_the_bits_they_are_in_an_fp8_layer(fused, seed, tmp_pat
         tensors[name] = tensor
         if ".experts." in name:
             each = tensor if tensor.dim() == 3 else tensor[None]
-            weights, scales = zip(*(quantize_fp8(matrix * 30, 128) for matrix in each), strict=True)
+            weights, scales = zip(*(quantize_fp8(matrix * 30, block) for matrix in each), strict=True)
             values = torch.stack([w.view(torch.uint8) for w in weights]).view(torch.float8_e4m3fn)
             tensors[name], scale = (values, torch.stack(scales)) if fused else (values[0], scales[0])
             tensors[f"{name}_scale_inv"] = scale
             stored[name] = tensors[name], scale
     save_file(tensors, tmp_path / files.SINGLE)
     settings = json.loads((tmp_path / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(block)}
     (tmp_path / "config.json").write_text(json.dumps(settings))
 
-    (name, layer), *rest = routed_experts(from_pretrained(tmp_path, quant=QuantConfig("fp8_block"))).items()
+    quant = QuantConfig.from_checkpoint(settings["quantization_config"])
+    (name, layer), *rest = routed_experts(from_pretrained(tmp_path, quant=quant)).items()
     assert not rest
     for our, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
         values, scale = layer.get_parameter(our), layer.get_parameter(f"{our}_scale_inv")
@@ -266,8 +385,17 @@ def test_mxfp4_checkpoints_are_dequantized_as_transformers_does(seed, tmp_path):
 
     model = from_pretrained(path)
     assert close(model(batch(0, seed)).logits, plain.eval()(batch(0, seed)).logits)
-    packed = from_pretrained(path, quant=QuantConfig("mxfp4"))  # quantized again, to the same numbers
+    packed = from_pretrained(path, quant=QuantConfig("mxfp4"))
     assert close(packed(batch(0, seed)).logits, plain(batch(0, seed)).logits)
+    for name, layer in routed_experts(packed).items():  # the very codes and scales, gates before up projections
+        for our in ("gate_up_proj", "down_proj"):
+            codes = (t := tensors[f"{name}.{our}_blocks"], t >> 4)
+            codes = torch.stack([c & 15 for c in codes], -1).flatten(2)
+            scales = tensors[f"{name}.{our}_scales"]
+            if our == "gate_up_proj":
+                codes, scales = (torch.cat([t[:, ::2], t[:, 1::2]], 1) for t in (codes, scales))
+            assert torch.equal(layer.get_parameter(our), pack_nibbles(codes, 0))
+            assert torch.equal(layer.get_parameter(f"{our}_scale_inv"), scales.mT)
     for name, tensor in unparallelize(model).state_dict().items():
         assert torch.equal(tensor, plain.state_dict()[name]), name
 
@@ -281,6 +409,27 @@ def test_experts_are_quantized_as_they_arrive(seed, tmp_path):
         assert parameter.dtype == other.dtype and torch.equal(parameter.float(), other.float()), name
     assert any(parameter.dtype == torch.float8_e4m3fn for parameter in model.parameters())
     assert close(model(x).logits, expected(x).logits)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"torch_dtype": 1}, "torch_dtype=...: from_pretrained has no such option: it is called dtype here"),
+        ({"device_map": "auto"}, "device_map=...: from_pretrained has no such option: a rank has its experts and"),
+        ({"foo": 1}, "foo=...: from_pretrained has no such option; known: placement, dispatcher"),
+        ({"top_k": 4}, "top_k=...: from_pretrained takes it from the model"),
+        ({"path": 3}, "path=3: must be a directory, as text or a path"),
+        ({"ep": 3}, "ep=3: must be an EPGroup"),
+        ({"auto_class": "AutoModel"}, "auto_class='AutoModel': must be a class such as"),
+        ({"config": {}}, "config={}: must be the model's config, or None"),
+        ({"dtype": "bfloat16"}, "dtype='bfloat16': must be a torch.dtype"),
+        ({"device": "gpu"}, "device='gpu': must be cpu, cuda"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_arguments_that_are_none_are_refused_before_anything_is_read(arguments, said, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        from_pretrained(**{"path": tmp_path, **arguments})
 
 
 def test_what_cannot_be_loaded_is_refused_by_name(seed, tmp_path):
@@ -300,7 +449,16 @@ def test_what_cannot_be_loaded_is_refused_by_name(seed, tmp_path):
         from_pretrained(changed(**{"model.layers.1.mlp.experts.3.up_proj.weight": torch.zeros(13, 16)}))
     with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp\.experts\.5\.down_proj\.weight' is missing"):
         from_pretrained(changed(**{"model.layers.1.mlp.experts.5.down_proj.weight": None}))
+    for kind, said in ((torch.int8, "with scales is torch.int8: must be a float8"), (torch.float8_e4m3fn, "floating")):
+        name = "model.layers.1.mlp.experts.5.down_proj.weight"
+        scale = torch.ones((), dtype=torch.uint8 if kind == torch.float8_e4m3fn else torch.float32)
+        with pytest.raises(ValueError, match=said):
+            from_pretrained(changed(**{name: torch.ones(16, 12).to(kind), f"{name}_scale": scale}))
     settings = json.loads((path / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": 128}
+    (path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"weight_block_size=128: must be two sizes"):
+        from_pretrained(path)
     settings["quantization_config"] = {"quant_method": "awq"}
     (path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match="quant_method='awq': must be fp8 or mxfp4"):
@@ -313,6 +471,9 @@ def test_what_cannot_be_loaded_is_refused_by_name(seed, tmp_path):
 
 def test_dequantizing_refuses_what_does_not_fit():
     weight = torch.zeros(12, 16).to(torch.float8_e4m3fn)
+    for scale, block in ((torch.ones(2), None), (torch.ones(1, 12), (8, 8)), (torch.ones(12, 1, 1), None)):
+        with pytest.raises(ValueError, match=r"one number, \[12\], \[12, 1\] or \[1, 16\] for a weight \(12, 16\)"):
+            dequantize_fp8(weight, scale, torch.float32, block)
     with pytest.raises(ValueError, match=r"scales have shape \(2, 3\): must be \(2, 2\)"):
         dequantize_fp8(weight, torch.ones(2, 3), torch.float32, (8, 8))
     assert torch.equal(dequantize_fp8(weight, torch.ones(()), torch.float32, None), torch.zeros(12, 16))

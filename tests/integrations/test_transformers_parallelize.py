@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,30 @@ def test_parameters_are_kept_where_all_experts_stay_as_they_are(seed):
     experts = unparallelize(model).model.layers[1].mlp.experts
     assert experts.gate_up_proj.requires_grad and not experts.down_proj.requires_grad
     assert experts.config is model.config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"num_shared_experts": 1}, "num_shared_experts=...: parallelize takes it from the model; leave it out"),
+        ({"router": 3}, "router=...: parallelize takes it from the model"),
+        ({"latent_size": 4}, "latent_size=...: parallelize takes it from the model"),
+        ({"top_k": 4}, "top_k=...: parallelize takes it from the model"),
+        ({"foo": 1}, "foo=...: parallelize has no such option; known: placement, dispatcher, experts"),
+        ({"torch_dtype": torch.float32}, "torch_dtype=...: parallelize has no such option; known"),
+        ({"ep": 3}, "ep=3: must be an EPGroup, or None for all experts in this process"),
+        ({"presets": PRESETS[0]}, "must be Presets, such as (mine, *PRESETS)"),
+        ({"model": "some/path"}, "model='some/path': must be a model of transformers; from_pretrained(path, ep) loads"),
+        ({"model": 3}, "model=3: must be a model of transformers"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_arguments_that_the_model_decides_or_that_are_none_are_refused(arguments, said, seed):
+    model = tiny_model("OLMoE", seed)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        parallelize(**{"model": model, **arguments})
+    with pytest.raises(ValueError, match="has no parallelized experts"):
+        routed_experts(model)
 
 
 # One MoE layer: no later router sees what rounding did.

@@ -75,7 +75,42 @@ def with_its_own_ep(rank: int, ranks: int, seed: int, shared: bool) -> tuple[Ten
     return out.logits.detach(), gradients
 
 
-@pytest.mark.parametrize(("ranks", "shared"), [(2, False), (3, True)])
+def as_documented(rank: int, ranks: int, seed: int, path: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same of the model in `path`, loaded with a configuration of transformers alone; each rank has a batch."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    register()
+    spread = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="epmoe")
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=spread, attn_implementation="eager")
+    x = batch(rank, seed)[:, :2]
+    out = model(x, labels=x)
+    assert all("_epmoe_kernels" in vars(experts) for experts in experts_of(model).values())
+    out.loss.backward()
+    gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    return out.logits.detach(), gradients
+
+
+def on_two_ranks(rank: int, ranks: int, seed: int, path: str) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    return [with_its_own_ep(rank, ranks, seed, False), as_documented(rank, ranks, seed, path)]
+
+
+def test_ep_implementation_trains_as_one_process_from_a_distributed_config_too(seed, tmp_path):
+    pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers before 5.23")
+    tiny_model("Qwen2-MoE", seed).save_pretrained(tmp_path)
+    results = run_ranks(on_two_ranks, 2, args=(seed, str(tmp_path)), timeout=90)
+    model = tiny_model("Qwen2-MoE", seed)
+    for rank in range(2):
+        x = batch(rank, seed)[:, :2]
+        out = model(x, labels=x)
+        assert all(close(logits, out.logits) for logits, _ in results[rank])
+        (out.loss / 2).backward()
+    for _, gradients in (way for ways in results for way in ways):
+        for name, parameter in model.named_parameters():
+            assert close(gradients[name], parameter.grad), name
+
+
+@pytest.mark.parametrize(("ranks", "shared"), [(3, True)])
 def test_ep_implementation_trains_as_one_process(ranks, shared, seed):
     pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers before 5.23")
     results = run_ranks(with_its_own_ep, ranks, args=(seed, shared), timeout=90)

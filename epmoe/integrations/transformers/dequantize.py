@@ -1,4 +1,4 @@
-"""Quantized checkpoint tensors as numbers: FP8 with a scale per tile, MXFP4 with a scale per 32 values.
+"""Quantized checkpoint tensors as numbers: FP8 with a scale per tile, channel or tensor, MXFP4 with one per 32 values.
 
 Host tensors of one expert or one linear layer at a time; a strip of rows is widened at once, never the whole.
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """E2M1 by its low three bits; the fourth is the sign."""
-_STRIP = 128  # rows widened at once where the scales don't say
+_STRIP = 128  # rows widened at once
 
 
 def dequantize_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype, block: tuple[int, int] | None) -> Tensor:
@@ -20,26 +20,35 @@ def dequantize_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype, block: tup
 
     Args:
         weight: `[N, C]`, float8.
-        scale: of each tile of `block`: `[⌈N / rows⌉, ⌈C / columns⌉]`, or one for the whole tensor.
-        block: (rows, columns) of a tile, such as (128, 128); None: one scale.
+        scale: of each tile of `block`: `[⌈N / rows⌉, ⌈C / columns⌉]`; or one number for the whole tensor, `[N]` or
+            `[N, 1]` for each row, `[1, C]` for each column.
+        block: (rows, columns) of a tile, such as (128, 128); None: there are no tiles.
 
     Raises:
         ValueError: scales of another shape.
     """
     rows, columns = weight.shape
-    block = (rows, columns) if block is None or scale.numel() == 1 else block
-    grid = (-(-rows // block[0]), -(-columns // block[1]))
-    if scale.numel() != grid[0] * grid[1] or scale.dim() > 2:
+    tiles = None if block is None else (-(-rows // block[0]), -(-columns // block[1]))
+    given = tuple(scale.shape)
+    if scale.numel() == 1 and len(given) <= 2:
+        block = (rows, columns)
+    elif given in ((rows,), (rows, 1)) and given != tiles:
+        block = (1, columns)
+    elif given == (1, columns) and given != tiles:
+        block = (rows, 1)
+    elif block is None or given != tiles:
+        wanted = "" if tiles is None else f"{tiles} for tiles of {block}, or "
         raise ValueError(
-            f"scales have shape {tuple(scale.shape)}: must be {grid} for tiles of {block} of a weight "
-            f"{tuple(weight.shape)}"
+            f"scales have shape {given}: must be {wanted}one number, [{rows}], [{rows}, 1] or [1, {columns}] for a "
+            f"weight {(rows, columns)}"
         )
+    grid = (-(-rows // block[0]), -(-columns // block[1]))
     by_tile = scale.float().reshape(grid)
     out = torch.empty(weight.shape, dtype=dtype)
-    for strip in range(grid[0]):
-        lines = slice(strip * block[0], (strip + 1) * block[0])
-        by_column = by_tile[strip].repeat_interleave(block[1])[:columns]
-        out[lines] = (weight[lines].float() * by_column).to(dtype)
+    for first in range(0, rows, _STRIP):
+        lines = torch.arange(first, min(first + _STRIP, rows))
+        by_column = by_tile[lines // block[0]].repeat_interleave(block[1], 1)[:, :columns]
+        out[lines] = (weight[first : first + _STRIP].float() * by_column).to(dtype)
     return out
 
 

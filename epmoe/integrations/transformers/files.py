@@ -22,8 +22,12 @@ from torch import Tensor
 from epmoe.integrations.transformers.dequantize import dequantize_fp8, dequantize_mxfp4
 from epmoe.integrations.transformers.layouts import to_ours
 from epmoe.integrations.transformers.presets import Preset
-from epmoe.quant.config import BLOCK
+from epmoe.ops.quantize_blocks import BLOCK
+from epmoe.quant.checkpoint_formats import from_mxfp4_blocks
+from epmoe.quant.formats import parts_of
 
+SCALES = ("_scale_inv", "_scale")
+"""What the scales of FP8 tensors are called beside them: of tiles, and of channels or the whole tensor."""
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -33,7 +37,7 @@ class CheckpointFiles(contextlib.ExitStack):
 
     Args:
         directory: holds `model.safetensors`, or an index and the files that it names.
-        fp8_block: tile of one scale of FP8 tensors; None: one scale per tensor.
+        fp8_block: tile of one scale of FP8 tensors; None: a scale for the whole tensor, or for each channel.
 
     Raises:
         ValueError: no checkpoint there, or a file that the index names is missing.
@@ -61,13 +65,20 @@ class CheckpointFiles(contextlib.ExitStack):
         return self._file(self.names[name]).get_slice(name)
 
     def matrix(self, name: str, dtype: torch.dtype, expert: int | None = None) -> Tensor:
-        """A matrix, or one expert's of a tensor over all of them, in `dtype`; dequantized if scales lie beside it."""
-        scale = self.scale_name(name)
+        """A matrix, or one expert's of a tensor over all of them, in `dtype`; dequantized if scales lie beside it.
+
+        Raises:
+            ValueError: quantized values without scales, or scales that don't fit them.
+        """
         weight = self.raw(name, expert)
-        if scale is None:
+        if self.scale_name(name) is None:
+            if weight.dtype.itemsize == 1:
+                raise ValueError(f"{self.names[name]}: {self._without_scales(name, str(weight.dtype))}")
             return weight.to(dtype)
+        if not weight.is_floating_point():
+            raise ValueError(f"{self.names[name]}: {name!r} with scales is {weight.dtype}: must be a float8")
         try:
-            return dequantize_fp8(weight, self.raw(scale, expert), dtype, self.fp8_block)
+            return dequantize_fp8(weight, self.scale(name, expert), dtype, self.fp8_block)
         except ValueError as error:
             raise ValueError(f"{self.names[name]}: {name!r}: {error}") from error
 
@@ -77,8 +88,39 @@ class CheckpointFiles(contextlib.ExitStack):
 
     def scale_name(self, name: str) -> str | None:
         """The name of a tensor's FP8 scales, if it has any."""
-        scale = f"{name}_scale_inv"
-        return scale if scale in self.names else None
+        return next((name + suffix for suffix in SCALES if name + suffix in self.names), None)
+
+    def scale(self, name: str, expert: int | None = None) -> Tensor:
+        """The FP8 scales of a tensor, or of one expert's part of it; one number may stand for all experts."""
+        scale = self.scale_name(name)
+        assert scale is not None
+        shape = self.slice(scale).get_shape()
+        found = self.raw(scale, None if len(shape) == 0 or list(shape) == [1] else expert)
+        if not found.is_floating_point():
+            raise ValueError(f"{self.names[scale]}: scales {scale!r} are {found.dtype}: must be floating numbers")
+        return found
+
+    def wide(self, name: str) -> Any:
+        """As `slice`, of a tensor that has no scales.
+
+        Raises:
+            ValueError: it needs some.
+        """
+        found = self.slice(name)
+        if (kind := found.get_dtype()).startswith("F8"):
+            raise ValueError(f"{self.names[name]}: {self._without_scales(name, kind)}")
+        return found
+
+    def about_others(self) -> set[str]:
+        """Names of tensors that only say how others are quantized: scales, and fixed scales of their inputs."""
+        scaled = [name for name in self.names if self.scale_name(name) is not None]
+        beside = [name + suffix for name in scaled for suffix in SCALES]
+        beside += [f"{name.removesuffix('weight')}input_scale" for name in scaled if name.endswith(".weight")]
+        return {name for name in self.names if name.endswith("_scale_inv")}.union(beside)
+
+    def _without_scales(self, name: str, kind: str) -> str:
+        beside = " nor ".join(repr(name + suffix) for suffix in SCALES)
+        return f"{name!r} is {kind}, and neither {beside} is there: values mean nothing without their scales"
 
     def raw(self, name: str, expert: int | None = None) -> Tensor:
         """A tensor as it is stored, or one expert's part of it."""
@@ -156,23 +198,61 @@ class BlockExperts:
         if self.packed and our.endswith("_proj"):  # packed along the sum, so never transposed
             row = self.files.mxfp4(parts[0], dtype, expert)
             return to_ours(dataclasses.replace(tensors, transposed=False), our, row)
+        if tensors.transposed and self.files.scale_name(parts[0]) is not None:
+            if (shape := tuple(self.files.scale(parts[0], expert).shape)) not in ((), (1,)) and len(shape) == 1:
+                raise ValueError(
+                    f"{self.files.names[parts[0]]}: {parts[0]!r} is transposed, and its scales of an expert are "
+                    f"{shape}: must say with two dimensions whether they are of rows or of columns"
+                )
         return to_ours(tensors, our, self.files.matrix(parts[0], dtype, expert))
 
-    def fp8_row(self, our: str, expert: int) -> dict[str, Tensor] | None:
-        """One expert's FP8 values and scales as they lie on disk, by our names, where they mean the same in our layout:
-        tiles of 128 × 128 that end where gate and up do. None elsewhere."""
+    def kept(
+        self, our: str, expert: int, scheme: str | None, block: tuple[int, int] = BLOCK
+    ) -> dict[str, Tensor] | None:
+        """One expert's values and scales with the bits that they have on disk, by our names, for a layer that holds
+        `scheme`; None where they mean something else there.
+
+        FP8 tiles of `block` that end where gate and up do; FP8 channels; MXFP4.
+        """
         tensors, parts = self.preset.tensors, self.sources[our]
+        if self.packed:
+            if scheme != "mxfp4":
+                return None
+            alternate = tensors.interleaved and our.startswith("gate_up")
+            found = (self.files.raw(f"{parts[0]}_{part}", expert)[None] for part in ("blocks", "scales"))
+            return {our + n: t[0] for n, t in parts_of(from_mxfp4_blocks(*found, interleaved=alternate)).items()}
         one = None if "{}" in parts[0] else expert
         names = [part.format(expert) for part in parts]
-        same = self.files.fp8_block == BLOCK and not (tensors.transposed or tensors.interleaved)
-        if not same or any(self.files.scale_name(name) is None for name in names):
+        if tensors.transposed or tensors.interleaved or any(self.files.scale_name(name) is None for name in names):
             return None
-        values = [self.files.raw(name, one) for name in names]
-        if any(value.dtype != torch.float8_e4m3fn or value.shape[0] % BLOCK[0] for value in values[:-1]):
+        values, scales = [self.files.raw(n, one) for n in names], [self.files.scale(n, one).float() for n in names]
+        if any(value.dtype != torch.float8_e4m3fn for value in values):
             return None
-        scales = [self.files.raw(f"{name}_scale_inv", one).float() for name in names]
+        pairs = list(zip(values, scales, strict=True))
+        if scheme == "fp8_row":
+            if any(tuple(s.shape) not in ((), (1,), (1, 1), v.shape[:1], (v.shape[0], 1)) for v, s in pairs):
+                return None
+            scales = [s.reshape(-1).expand(v.shape[0]) for v, s in pairs]
+        elif scheme in ("fp8_block", "fp8_block_ue8m0"):
+            if self.files.fp8_block != block or any(value.shape[0] % block[0] for value in values[:-1]):
+                return None
+            if any(tuple(s.shape) != (-(-v.shape[0] // block[0]), -(-v.shape[1] // block[1])) for v, s in pairs):
+                return None
+            if scheme == "fp8_block_ue8m0" and any((s.frexp().mantissa != 0.5).any() for s in scales):
+                return None
+        else:
+            return None
         bits = torch.cat([value.view(torch.uint8) for value in values]).view(torch.float8_e4m3fn)
         return {our: bits, f"{our}_scale_inv": torch.cat(scales)}
+
+    def input_scales(self, our: str, experts: Iterable[int]) -> Tensor | None:
+        """The fixed scales of what `our` projection of `experts` multiplies, one for each, the larger of gate's and
+        up's; None where the checkpoint has none."""
+        stems = [part.removesuffix("weight") for part in self.sources[our]]
+        names = [[f"{stem.format(expert)}input_scale" for stem in stems] for expert in experts]
+        if not all(name in self.files.names for each in names for name in each):
+            return None
+        return torch.stack([torch.stack([self.files.raw(n).float().max() for n in each]).max() for each in names])
 
 
 def _forms(preset: Preset, block: str, prefix: str) -> list[tuple[bool, dict[str, tuple[str, ...]]]]:

@@ -20,11 +20,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from epmoe.checks import as_device, check_kind, said
 from epmoe.comm import EPGroup
 from epmoe.integrations._agreement import Agreement
 from epmoe.integrations.transformers.experts import RoutedExperts
 from epmoe.integrations.transformers.files import BlockExperts, CheckpointFiles, Dequantized
-from epmoe.integrations.transformers.parallelize import bind_methods, install, planned_experts
+from epmoe.integrations.transformers.parallelize import bind_methods, check_arguments, install, planned_experts
 from epmoe.integrations.transformers.presets import PRESETS, Preset
 
 QUANTIZED = ("fp8", "mxfp4")
@@ -45,11 +46,13 @@ def from_pretrained(
     """The model in directory `path`, parallelized over `ep` as `parallelize` does it, in eval mode. Collective.
 
     Each rank holds the replicated part and its own experts, and of the experts' bytes reads only those. The files may
-    hold one matrix per expert or tensors over all of them. FP8 weights (`weight_scale_inv` of 128 × 128 tiles or one
-    scale) and MXFP4 experts (`*_blocks`, `*_scales`) are dequantized to `dtype` while they are read, one expert at a
-    time: the model then computes, trains and is saved in `dtype`, and takes that much memory. With
-    `quant=QuantConfig(...)` experts are quantized as they arrive; FP8 ones of 128 × 128 tiles stay the very bits that
-    they are under `QuantConfig("fp8_block")`.
+    hold one matrix per expert or tensors over all of them. FP8 weights (`weight_scale_inv` of tiles, `weight_scale` of
+    channels or of the tensor) and MXFP4 experts (`*_blocks`, `*_scales`) are dequantized to `dtype` while they are
+    read, one expert at a time: the model then computes, trains and is saved in `dtype`, and takes that much memory.
+    With `quant=QuantConfig(...)` experts are quantized as they arrive. Those that are so already stay the very bits
+    that they are: FP8 tiles under `QuantConfig("fp8_block", block=...)` of the same tiles, where these end where gate
+    and up projection do, FP8 channels under `"fp8_row"`, with the file's `input_scale` where scales are static, and
+    MXFP4 under `"mxfp4"`.
 
     Args:
         path: a local directory of safetensors (`huggingface_hub.snapshot_download(name)` fetches one).
@@ -63,8 +66,8 @@ def from_pretrained(
         options: as of `parallelize`: dispatcher, experts, placement, ...
 
     Raises:
-        ValueError: no checkpoint there, experts that are missing or of another shape, an unknown quantization, or what
-            `parallelize` refuses.
+        ValueError: no checkpoint there, experts that are missing or of another shape, an unknown quantization, FP8
+            values without scales, or what `parallelize` refuses.
         RuntimeError: another rank failed; names it and why.
 
     Example::
@@ -73,6 +76,14 @@ def from_pretrained(
     """
     import transformers
 
+    check_kind("path", path, (str, os.PathLike), "a directory, as text or a path")
+    check_arguments("from_pretrained", ep, presets, options)
+    check_kind("dtype", dtype, (torch.dtype, type(None)), "a torch.dtype, or None for the config's")
+    if auto_class is not None and not hasattr(auto_class, "from_config"):
+        raise ValueError(f"{said('auto_class', auto_class)}: must be a class such as AutoModelForImageTextToText")
+    if config is not None and not hasattr(config, "get_text_config"):
+        raise ValueError(f"{said('config', config)}: must be the model's config, or None to read it from path")
+    device = None if device is None else as_device(device)
     directory = Path(path)
     operation, together = f"loading {directory}", Agreement(ep).together
     with contextlib.ExitStack() as opened:
@@ -135,11 +146,11 @@ def _load_replicated(
     # Conversions of names are looked up by these.
     Loading.__name__, Loading.__qualname__, Loading.__module__ = cls.__name__, cls.__qualname__, cls.__module__
     tensors: dict[str, Any] = {}
-    elsewhere = tuple(start for block in experts for start in block.starts())
+    elsewhere, others = tuple(start for block in experts for start in block.starts()), files.about_others()
     for name in files.names:
-        if not name.endswith("_scale_inv") and not name.startswith(elsewhere):
+        if name not in others and not name.startswith(elsewhere):
             quantized = files.scale_name(name) is not None
-            tensors[name] = Dequantized(files, name, dtype) if quantized else files.slice(name)
+            tensors[name] = Dequantized(files, name, dtype) if quantized else files.wide(name)
     settings = files.directory / "generation_config.json"
     generation = GenerationConfig.from_pretrained(files.directory) if settings.is_file() else None
     with _transformers_bars(shown):
@@ -158,8 +169,8 @@ def _read_experts(layer: RoutedExperts, source: BlockExperts, advance: Callable[
     parameters = {our: layer.get_parameter(our) for our in layer.preset.tensors.names()}
     for expert in layer.local_experts:
         for our, parameter in parameters.items():
-            if layer.weight_scheme == "fp8_block" and our.endswith("_proj"):
-                if (kept := source.fp8_row(our, expert)) is not None:
+            if layer.weight_scheme is not None and our.endswith("_proj"):
+                if (kept := source.kept(our, expert, layer.weight_scheme, layer.weight_block)) is not None:
                     layer.load_experts({n: t[None].to(parameter.device) for n, t in kept.items()}, [expert])
                     continue
             row = source.row(our, expert, layer.dtype)
@@ -171,6 +182,14 @@ def _read_experts(layer: RoutedExperts, source: BlockExperts, advance: Callable[
                 )
             layer.load_experts({our: row.contiguous()[None].to(parameter.device)}, [expert])
         advance()
+    everywhere = range(layer.config.num_experts)
+    for our, field, fix in (
+        ("gate_up_proj", "scales", layer.set_input_scale),
+        ("down_proj", "down_scales", layer.set_down_input_scales),
+    ):
+        if layer.config.quant is not None and getattr(layer.config.quant, field) == "static":
+            if (found := source.input_scales(our, everywhere)) is not None:
+                fix(found)
 
 
 @contextlib.contextmanager
@@ -219,6 +238,8 @@ def _forget_quantization(config: Any) -> tuple[int, int] | None:
         raise ValueError(f"quantization_config.quant_method={method!r}: must be {' or '.join(QUANTIZED)}, or none")
     del config.quantization_config
     block = settings.get("weight_block_size")
+    if block is not None and (not isinstance(block, (list, tuple)) or len(block) != 2):
+        raise ValueError(f"quantization_config.weight_block_size={block!r}: must be two sizes, rows and columns")
     return None if block is None else (int(block[0]), int(block[1]))
 
 

@@ -9,6 +9,8 @@ E experts, L experts on this rank.
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -17,13 +19,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from epmoe.checks import check_kind, said
 from epmoe.comm import EPGroup
+from epmoe.config import MoEConfig
 from epmoe.integrations.transformers.experts import RoutedExperts
 from epmoe.integrations.transformers.gather import whole_experts
 from epmoe.integrations.transformers.presets import PRESETS, Preset, moe_blocks
 from epmoe.integrations.transformers.save import save_pretrained
 
 Model = TypeVar("Model", bound=nn.Module)
+
+FROM_THE_MODEL = (
+    "hidden_size", "intermediate_size", "num_experts", "top_k", "activation", "activation_alpha", "activation_limit",
+    "router", "router_weight_on_input", "expert_bias", "num_shared_experts", "shared_intermediate_size",
+    "shared_expert_gate", "shared_experts_order", "latent_size",
+)  # fmt: skip
+"""Fields of `MoEConfig` that say what the model is, whose router and shared experts stay its own."""
+OPTIONS = tuple(field.name for field in dataclasses.fields(MoEConfig) if field.name not in FROM_THE_MODEL)
+_CALLED_HERE = {
+    "torch_dtype": "it is called dtype here",
+    "device_map": "a rank has its experts and all the rest on one device; it is called device here",
+    "quantization_config": "quant=QuantConfig(...) says how experts are held",
+    "attn_implementation": "set it in the config that is given as config=",
+}
 
 
 def parallelize(
@@ -50,18 +68,24 @@ def parallelize(
         presets: what is known of each family; put one of your own first.
         dispatcher, experts, placement: as of `MoEConfig`.
         options: its other settings: `max_tokens_per_rank`, `dispatch_scheme`, `chunk_tokens`, `expert_capacity`,
-            `overflow`, `validate`.
+            `overflow`, `quant`, `validate`, ... Those that the model decides (sizes, router, activation, shared
+            experts) can't be given.
 
     Raises:
-        ValueError: no preset fits (the message shows how to write one), the model is parallelized already, or what
-            `MoELayer` can't do here. The model is unchanged then.
+        ValueError: an option that there is not, no preset fits (the message shows how to write one), the model is
+            parallelized already, or what `MoELayer` can't do here. The model is unchanged then.
 
     Example::
 
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
         parallelize(model, EPGroup())
     """
-    layers = planned_experts(model, ep, presets, dispatcher=dispatcher, experts=experts, placement=placement, **options)
+    if not isinstance(model, nn.Module):
+        hint = "; from_pretrained(path, ep) loads one" if isinstance(model, (str, os.PathLike)) else ""
+        raise ValueError(f"{said('model', model)}: must be a model of transformers{hint}")
+    options = {"dispatcher": dispatcher, "experts": experts, "placement": placement, **options}
+    check_arguments("parallelize", ep, presets, options)
+    layers = planned_experts(model, ep, presets, **options)
     originals = {name: model.get_submodule(name) for name in layers}
     for name, layer in layers.items():
         layer.check_device(next(originals[name].parameters()).device)
@@ -70,6 +94,22 @@ def parallelize(
         install(model, {name: layer})
     bind_methods(model, ep)
     return model
+
+
+def check_arguments(function: str, ep: EPGroup | None, presets: Sequence[Preset], options: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for arguments of `function` that are none; the ones that a model decides are told apart."""
+    check_kind("ep", ep, (EPGroup, type(None)), "an EPGroup, or None for all experts in this process")
+    if not isinstance(presets, (list, tuple)) or not all(isinstance(preset, Preset) for preset in presets):
+        raise ValueError(f"{said('presets', presets)}: must be Presets, such as (mine, *PRESETS)")
+    for name in options:
+        if name in OPTIONS:
+            continue
+        if name in FROM_THE_MODEL:
+            raise ValueError(f"{name}=...: {function} takes it from the model; leave it out")
+        own = ("dtype", "device", "auto_class", "config", "progress") if function == "from_pretrained" else ()
+        hint = _CALLED_HERE.get(name) if function == "from_pretrained" else None
+        known = ", ".join((*OPTIONS, "presets", *own))
+        raise ValueError(f"{name}=...: {function} has no such option{f': {hint}' if hint else ''}; known: {known}")
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from epmoe.checks import check_kind
 from epmoe.comm import EPGroup
 from epmoe.config import MoEConfig
 from epmoe.dispatch import make_dispatcher
@@ -39,6 +40,7 @@ def register(name: str = NAME) -> None:
     """Makes `name` known as an experts implementation and, where transformers has them, as an EP implementation."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    check_kind("name", name, str, "a str")
     ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
     try:
         from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
