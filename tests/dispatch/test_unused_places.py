@@ -27,7 +27,7 @@ MOVERS = (("all_to_all_fixed", False), ("symmetric", False), ("hierarchical", Fa
 def fill_slots(ep: EPGroup, value: float) -> None:
     """Every slot that this rank's peers may write to, between two operations. Kernels ask a slot's words whether they
     have arrived, so only the twins' slots may hold anything."""
-    for group in {ep, ep.node_group()}:
+    for group in dict.fromkeys((ep, ep.node_group())):  # in the same order on every rank
         dist.barrier(group=group.process_group)  # nobody is inside an operation, or has begun the next
         for channel in group.channels:
             assert not channel.words
