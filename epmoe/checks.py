@@ -93,14 +93,14 @@ def as_device(device: object, name: str = "device", *, here: bool = True) -> tor
         found = None
     if found is None or found.type not in _DEVICES:
         raise ValueError(f"{said(name, device)}: must be cpu, cuda, cuda:N or meta")
-    if here and found.type == "cuda" and not torch.compiler.is_compiling():
+    if here:
         check_here(found, name)
     return found
 
 
 def check_here(device: torch.device, name: str = "device") -> None:
-    """Raises `ValueError` for a GPU that this machine does not have."""
-    if device.type != "cuda" or torch._C._len_torch_dispatch_stack() > 0:
+    """Raises `ValueError` for a GPU that this machine does not have; compiled graphs and fake tensors need none."""
+    if device.type != "cuda" or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:

@@ -72,8 +72,7 @@ class ModelCase:
             raise ValueError(f"mode={self.mode!r}: must be {' or '.join(MODES)}")
         if self.dispatcher != "auto" and self.dispatcher not in DISPATCHERS:
             raise ValueError(f"dispatcher={self.dispatcher!r}: must be auto, {', '.join(DISPATCHERS)}")
-        if self.dispatcher == "local" and self.ranks > 1:
-            raise ValueError(f"dispatcher='local' with ranks={self.ranks}: it moves nothing, so ranks must be 1")
+        problems.check_moves(self.dispatcher, self.ranks)
         if self.layers < 1 or self.tokens < 2 - (self.mode == "decode") or self.context < (self.mode == "decode"):
             raise ValueError(f"layers={self.layers}, tokens={self.tokens}, context={self.context}: too few")
         if importlib.util.find_spec("transformers") is None:

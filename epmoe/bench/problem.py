@@ -149,11 +149,16 @@ def check_names(
     for field, name, known in (("dispatcher", dispatcher, DISPATCHERS), ("experts", experts, kinds)):
         if name is not None and name != "auto" and name not in known:
             raise ValueError(f"{field}={name!r}: must be auto, {', '.join(known)}")
-    if dispatcher == "local" and ranks > 1:
-        raise ValueError(f"dispatcher='local' with ranks={ranks}: it moves nothing, so ranks must be 1")
+    check_moves(dispatcher, ranks)
     if mode is not None:
         is_train(mode)
     return made
+
+
+def check_moves(dispatcher: str | None, ranks: int) -> None:
+    """Raises `ValueError` for `local` on several ranks."""
+    if dispatcher == "local" and ranks > 1:
+        raise ValueError(f"dispatcher='local' with ranks={ranks}: it moves nothing, so ranks must be 1")
 
 
 def make_router(routing: str, shape: Shape, seed: int) -> simulated.SimulatedRouter:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epmoe.checks import as_device, check_kind, check_seconds, require
+from epmoe.checks import as_device, check_here, check_kind, check_seconds, require
 from epmoe.comm.beside import Beside
 from epmoe.comm.copies import Copies
 from epmoe.comm.nodes import Nodes, declared_labels, find_nodes
@@ -106,7 +106,7 @@ class EPGroup:
             raise ValueError(f"device={str(self.device)!r} with a gloo group: use backend='nccl', or device='cpu'")
         if self.device.type == "cpu" and self.backend == "nccl":
             raise ValueError("device='cpu' with an NCCL group: use backend='gloo' (or 'cpu:gloo,cuda:nccl')")
-        as_device(self.device)
+        check_here(self.device)
         if self.device.type == "cuda" and self.device.index is None:  # groups of one device have to know each other
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._all_to_all_options = dist.distributed_c10d.AllToAllOptions()
@@ -126,7 +126,7 @@ class EPGroup:
         self._landings: dict[tuple[torch.Size, torch.dtype], tuple[Tensor, torch.cuda.Event]] = {}
         self._said: set[str] = set()
         self._meetings = 0
-        self.compared_splits: set[object] = set()  # of batches into microbatches, see `overlap/splitting.py`
+        self.compared_splits: set[int] = set()  # numbers of microbatches, see `overlap/splitting.py`
         self.last_launch: torch.cuda.Stream | None = None  # of an operation over symmetric memory
         self.at_once = 1
         known = _LIVE.get(self.name)

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from epmoe.checks import as_device, check_int, check_kind, check_name
+from epmoe.checks import as_device, check_here, check_int, check_kind, check_name
 from epmoe.comm import EPGroup
 from epmoe.comm.symmetric import unreachable
 from epmoe.dispatch.all_gather import AllGatherDispatcher
@@ -15,7 +15,7 @@ from epmoe.dispatch.all_to_all_fixed import FixedAllToAllDispatcher
 from epmoe.dispatch.base import BatchedInput, Dispatcher, DispatcherCapabilities, ExpertInput, Layout, Pending
 from epmoe.dispatch.hierarchical import HierarchicalDispatcher
 from epmoe.dispatch.local import LocalDispatcher
-from epmoe.dispatch.storable import refusal
+from epmoe.dispatch.storable import refusal_there_and_back
 from epmoe.dispatch.symmetric import SymmetricDispatcher
 from epmoe.dispatch.wire import RowSpec
 from epmoe.ops.symmetric_configs import LATENCY_TOKENS
@@ -105,7 +105,7 @@ def make_dispatcher(
     device = as_device(device, here=False)
     if ep is not None and device.type not in (ep.device.type, "meta"):
         raise ValueError(f"device={str(device)!r}, but the EPGroup moves {ep.device.type} tensors ({ep.backend})")
-    device = as_device(device)
+    check_here(device)
     why = unreachable(ep) if name == "symmetric" and ep is not None else None
     if ep is not None and why is not None:
         ep.warn_once(f"dispatcher='symmetric' becomes 'all_to_all': {why}")
@@ -149,15 +149,11 @@ def _suited(ep: EPGroup | None, max_tokens_per_rank: int | None, rows: RowSpec |
         return "local"
     if ep.nodes.two_levels:
         return "hierarchical"
-    few = max_tokens_per_rank is not None and max_tokens_per_rank <= LATENCY_TOKENS
-    if max_tokens_per_rank is None or not few or ep.device.type != "cuda" or unreachable(ep) is not None:
+    if max_tokens_per_rank is None or max_tokens_per_rank > LATENCY_TOKENS:
         return "all_to_all"
-    if rows is None:
-        return "symmetric"
-    why = refusal(rows, ep.num_ranks, max_tokens_per_rank, ep.device)
-    if rows.back_schemes != "":
-        why = f"rows quantized on the way back ({rows.back_schemes}) can't be stored to peers"
-    if why is None:
+    if ep.device.type != "cuda" or unreachable(ep) is not None:
+        return "all_to_all"
+    if rows is None or (why := refusal_there_and_back(rows, ep.num_ranks, max_tokens_per_rank, ep.device)) is None:
         return "symmetric"
     ep.warn_once(f"dispatcher='auto' is 'all_to_all' and not 'symmetric': {why}")
     return "all_to_all"

@@ -40,7 +40,7 @@ from epmoe.dispatch.exchange import ExchangeDispatcher, Rows, arrival, register_
 from epmoe.dispatch.flight import Flight, late
 from epmoe.dispatch.node_layout import HierarchicalLayout, exchange_counts, hierarchical_layout, tables
 from epmoe.dispatch.node_slots import put, slots_buffer, take_back
-from epmoe.dispatch.storable import refusal
+from epmoe.dispatch.storable import refusal_there_and_back
 from epmoe.dispatch.wire import RowSpec, narrowed_buffers
 from epmoe.ops.pack_rows import pack_rows
 
@@ -120,10 +120,8 @@ class HierarchicalDispatcher(ExchangeDispatcher):
         return self._unstorable(rows) if self.one_sided and self.ep.nodes.two_levels else None
 
     def _unstorable(self, rows: RowSpec) -> str | None:
-        if (schemes := rows.back_schemes) != "":
-            why: str | None = f"rows quantized on the way back ({schemes}) can't be stored to peers"
-        else:  # of the largest node, also on a rank that stores nothing: all ranks refuse alike
-            why = refusal(rows, self.ep.nodes.largest, self._most_relayed(), self.owner.device)
+        # of the largest node, also on a rank that stores nothing: all ranks refuse alike
+        why = refusal_there_and_back(rows, self.ep.nodes.largest, self._most_relayed(), self.owner.device)
         return None if why is None else f"layer {self.layer!r}: {why}; set the dispatcher's one_sided to False"
 
     def _most_relayed(self, node: int | None = None) -> int:

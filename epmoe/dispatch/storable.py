@@ -25,6 +25,13 @@ def half_bytes(rows: RowSpec, num_ranks: int, capacity: int) -> int:
     return max(plan.half_bytes(num_ranks, capacity) for plan in (sent, given_back(rows.width, rows.dtype)))
 
 
+def refusal_there_and_back(rows: RowSpec, num_ranks: int, capacity: int, device: torch.device) -> str | None:
+    """As `refusal`, and because of what goes back quantized, which no slot takes."""
+    if (schemes := rows.back_schemes) != "":
+        return f"rows quantized on the way back ({schemes}) can't be stored to peers"
+    return refusal(rows, num_ranks, capacity, device)
+
+
 def refusal(rows: RowSpec, num_ranks: int, capacity: int, device: torch.device) -> str | None:
     """Why these rows can't be stored to peers, `capacity` of each; None if they can."""
     if (why := unstorable(rows.width, rows.dtype, device)) is not None:

@@ -121,7 +121,7 @@ def run_microbatched(
     # before a size that is wrong here alone: other ranks wait for this one
     worth = _worth_splitting(first, num_microbatches, ep, limit)
     sizes = _sizes(batch, num_microbatches, split)
-    splitting = Splitting(num_microbatches, limit, agreed=ep is not None)
+    splitting = Splitting(num_microbatches, limit) if ep is None else None
     if not worth:
         with split_like(splitting):
             return fn(*pytree.tree_unflatten([_bare(leaf) for leaf in leaves], spec))
