@@ -31,6 +31,16 @@ def activation(h: Tensor, name: str, alpha: float, limit: float) -> Tensor:
     return u * activation(g, inner, alpha, limit)
 
 
+def widest_gap(h: Tensor, low: float, high: float) -> float:
+    """Where to clamp pre-activations `h` between low and high: in the middle of the widest gap between their sizes. The
+    slope jumps there, so one that rounding moves across has another gradient."""
+    sizes = h.detach().double().abs().flatten()
+    ends = torch.tensor([low, high], dtype=torch.float64, device=sizes.device)
+    sizes = torch.cat([sizes[(sizes > low) & (sizes < high)], ends]).sort().values
+    widest = int(sizes.diff().argmax())
+    return float(sizes[widest : widest + 2].mean())
+
+
 def router_weights(logits: Tensor, ids: Tensor, scoring: str, renormalize: bool, scale: float) -> Tensor:
     """`[M, K]` float64 weights at the chosen `ids`; 0 where an id is -1."""
     rows = []

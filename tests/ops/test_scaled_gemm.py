@@ -15,7 +15,7 @@ from epmoe.ops import _scaled_configs, _triton
 from epmoe.ops._scaled_configs import ScaledConfig
 from epmoe.ops._segments import RowMap, batched_segments, standard_segments
 from epmoe.ops._triton import INTERPRET
-from epmoe.ops.activation import Epilogue
+from epmoe.ops.activation import Epilogue, apply_activation
 from epmoe.ops.quantize import quantize_reference
 from epmoe.ops.quantize_blocks import BLOCK, quantize_blocks_reference
 from epmoe.ops.scaled_gemm import SCALED_SCHEMES, scaled_grouped_gemm, scaled_grouped_gemm_act
@@ -30,7 +30,8 @@ ROW_ERROR = {
     "cpu": {torch.bfloat16: 4.5e-3, torch.float16: 6e-4},
     "cuda": {torch.bfloat16: 4.5e-3, torch.float16: 1.5e-3},
 }
-SCALE_ERROR = {"cpu": 1e-5, "cuda": 2e-3}  # of the largest of 128 numbers
+# Of a sum, in units of its terms' magnitudes: fp32, or tensor cores' 14 bits.
+TERMS_ERROR = {"cpu": 2**-20, "cuda": 2**-13}
 REQUANTIZED = 0.04
 UNQUANTIZED = 0.07  # against the numbers before they were rounded to eight bits
 LAYOUTS = ["in-place", "gathered", "batched"]
@@ -161,6 +162,25 @@ def check_gemm(c: SimpleNamespace, bias: bool = False, out: torch.dtype = torch.
     return got
 
 
+def spread_of_terms(c: SimpleNamespace, act: Activation, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+    """`[N, I]`: by how much activations differ, at first order, where each sum differs by all its terms' magnitudes."""
+    double, rows = torch.float64, c.sources
+    plain = scaled_grouped_gemm_reference(*c.operands, None, *rows, c.scheme, double, double, c.block)
+    terms = scaled_grouped_gemm_reference(
+        c.a.float().abs(), c.a_scale, c.w.float().abs(), c.w_scale, None, *rows, c.scheme, double, double, c.block
+    )
+    if scale is not None:
+        factor = torch.ones(c.max_rows, dtype=double, device=plain.device)
+        factor[c.owned] = scale[c.owned if c.index is None else c.index[c.owned].long()].double()
+        plain, terms = plain * factor[:, None], terms * factor[:, None]
+    if bias is not None:
+        plain[c.owned] += bias[c.expert].double()
+    z = plain.requires_grad_()
+    (slopes,) = torch.autograd.grad(apply_activation(z, act.name, act.alpha, act.limit).sum(), z)
+    spread = slopes.abs() * terms
+    return spread if not act.gated else spread.unflatten(-1, (2, -1)).sum(-2)
+
+
 def check_act(c: SimpleNamespace, act: Activation, requantize: bool, bias: bool = True, scale: bool = True) -> None:
     b, s = c.bias if bias else None, c.row_scale if scale else None
     tail = (s, act.name, act.alpha, act.limit, c.scheme)
@@ -180,10 +200,11 @@ def check_act(c: SimpleNamespace, act: Activation, requantize: bool, bias: bool 
     assert got_scale[c.padding].isnan().all(), "a scale of no expert's row was written"
     exact = torch.nn.functional.pad(want, (0, -width % 128)).view(len(want), -1, 128)
     amax = exact.abs().amax(-1)
-    rtol = SCALE_ERROR[c.a.device.type]
-    torch.testing.assert_close(
-        got_scale[c.owned].double(), torch.where(amax == 0, 1.0, amax / 448), rtol=rtol, atol=1e-30
-    )
+    allowed = TERMS_ERROR[c.a.device.type] * spread_of_terms(c, act, b, s)[c.owned]
+    allowed = torch.nn.functional.pad(allowed, (0, -width % 128)).view(exact.shape).amax(-1) / 448
+    want_scale = torch.where(amax == 0, 1.0, amax / 448)
+    excess = (got_scale[c.owned].double() - want_scale).abs() - allowed - 1e-5 * want_scale
+    assert not (excess > 0).any() and got_scale[c.owned].isfinite().all(), excess.max()
     values = got.view(torch.uint8)[c.owned].view(got.dtype).double()
     back = values * got_scale[c.owned].double().repeat_interleave(128, 1)[:, :width]
     # block by block, so that no block hides behind a larger one
