@@ -68,7 +68,7 @@ def _weighted_sum(
 
 @jit
 def _sum_in_turn(
-    rows, slot, slot_weights, gradients, own, base, token, capacity, bits, cols, part, own_low, own_high,
+    rows, slot, slot_weights, gradients, own, base, token, capacity, bits, cols, part, own_words,
     num_rows, rows_stride, limit_us, fault, dead, code,
     RANK: tl.constexpr, R: tl.constexpr, WORDS: tl.constexpr, WEIGHTS: tl.constexpr, SLOT: tl.constexpr,
     KIND: tl.constexpr, TERMS: tl.constexpr, WEIGHTED: tl.constexpr, STRIDE_UNIT: tl.constexpr, j,
@@ -89,7 +89,7 @@ def _sum_in_turn(
         if ((bits >> r) & 1) == 1:
             if r == RANK:
                 if TERMS > 0:
-                    a, b = own_low, own_high
+                    a, b = unpack_words(own_words, KIND)
                 else:
                     a, b = _weighted_sum(
                         rows, slot, slot_weights, row, cols, num_rows, rows_stride,
@@ -186,13 +186,14 @@ def _give_back_kernel(
                         rows, slot, slot_weights, mine, cols, num_rows, rows_stride,
                         WORDS, TERMS, KIND, WEIGHTED, STRIDE_UNIT,
                     )  # fmt: skip
+                    # rounded as the sums of other ranks are that came as words: the same bits whoever sums, and where
+                    own_words = pack_words(own_low, own_high, KIND, INTERPRETED)
                 elif MANY:
-                    own_low = tl.zeros((TAKE,), tl.float32)
-                    own_high = own_low
+                    own_words = tl.zeros((TAKE,), tl.int32)
                 if MANY:
                     low, high, gradient = _sum_in_turn(
                         rows, slot, slot_weights, gradients, own, base, token, capacity, bits, cols, part,
-                        own_low, own_high, num_rows, rows_stride, limit_us, fault, dead, code,
+                        own_words, num_rows, rows_stride, limit_us, fault, dead, code,
                         RANK, R, WORDS, WEIGHTS, SLOT, KIND, TERMS, WEIGHTED, STRIDE_UNIT, j,
                     )  # fmt: skip
                 else:
@@ -204,7 +205,7 @@ def _give_back_kernel(
                             row = (r * capacity + token).to(tl.int64)
                             if r == RANK:
                                 if TERMS > 0:
-                                    a, b = own_low, own_high
+                                    a, b = unpack_words(own_words, KIND)
                                 else:
                                     a, b = _weighted_sum(
                                         rows, slot, slot_weights, row, cols, num_rows, rows_stride,

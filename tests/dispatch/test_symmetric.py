@@ -142,10 +142,10 @@ def test_rows_quantized_on_the_way_are_those_quantized_before(seed: int) -> None
 
 def weighted_by_combine(rank: int, ranks: int, seed: int) -> None:
     ep = EPGroup(timeout=60)
-    x, ids, weights = batch(rank, seed)
+    x, ids, weights = batch(rank, seed, tokens=12 + rank)  # enough for some to have experts on both ranks
     for mode in MODES:
         os.environ["EPMOE_CPU_KERNELS"] = mode
-        d = make(SymmetricDispatcher, ep)
+        d = make(SymmetricDispatcher, ep, capacity=16)
         rows = d.dispatch(x, ids, weights)
         pairs = owned(rows)
         g = torch.Generator().manual_seed(seed + rank)
@@ -159,6 +159,8 @@ def weighted_by_combine(rank: int, ranks: int, seed: int) -> None:
             reduced = d.combine(weight_and_reduce(ExpertOutput(y.float(), "contiguous", slot, p)), rows.handle)
             error = (delegated.float() - reduced).norm()  # of rows rounded once on the way, sums once at the end
             assert error <= 5e-3 * reduced.norm(), (mode, p is None)
+            before = d.combine(weight_and_reduce(ExpertOutput(y, "contiguous", slot, p)), rows.handle)
+            assert torch.equal(delegated, before), f"{mode}: other bits than where the sum is made first"
         y.requires_grad_()
         out = d.combine(ExpertOutput(y, "delegate", slot, nan_weights), rows.handle)
         (dy,) = torch.autograd.grad(out.float().sum(), y)

@@ -162,23 +162,32 @@ def check_gemm(c: SimpleNamespace, bias: bool = False, out: torch.dtype = torch.
     return got
 
 
-def spread_of_terms(c: SimpleNamespace, act: Activation, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-    """`[N, I]`: by how much activations differ, at first order, where each sum differs by all its terms' magnitudes."""
+def spread_of_terms(
+    c: SimpleNamespace, act: Activation, bias: Tensor | None, scale: Tensor | None, part: float
+) -> Tensor:
+    """`[N, I]`: by how much activations differ where each sum is off by `part` of its terms' magnitudes, either way."""
     double, rows = torch.float64, c.sources
-    plain = scaled_grouped_gemm_reference(*c.operands, None, *rows, c.scheme, double, double, c.block)
-    terms = scaled_grouped_gemm_reference(
+    z = scaled_grouped_gemm_reference(*c.operands, None, *rows, c.scheme, double, double, c.block)
+    off = scaled_grouped_gemm_reference(
         c.a.float().abs(), c.a_scale, c.w.float().abs(), c.w_scale, None, *rows, c.scheme, double, double, c.block
     )
+    off *= part
     if scale is not None:
-        factor = torch.ones(c.max_rows, dtype=double, device=plain.device)
-        factor[c.owned] = scale[c.owned if c.index is None else c.index[c.owned].long()].double()
-        plain, terms = plain * factor[:, None], terms * factor[:, None]
+        factor = scale[c.owned if c.index is None else c.index[c.owned].long()].double()[:, None]
+        z[c.owned] *= factor
+        off[c.owned] *= factor
     if bias is not None:
-        plain[c.owned] += bias[c.expert].double()
-    z = plain.requires_grad_()
-    (slopes,) = torch.autograd.grad(apply_activation(z, act.name, act.alpha, act.limit).sum(), z)
-    spread = slopes.abs() * terms
-    return spread if not act.gated else spread.unflatten(-1, (2, -1)).sum(-2)
+        z[c.owned] += bias[c.expert].double()
+
+    def activated(*signs: int) -> Tensor:
+        ways = torch.tensor(signs, dtype=double, device=z.device)
+        return apply_activation(
+            z + off * ways.repeat_interleave(z.shape[1] // len(signs)), act.name, act.alpha, act.limit
+        )
+
+    ways = [(1, 1), (1, -1), (-1, 1), (-1, -1)] if act.gated else [(1,), (-1,)]
+    middle = activated(*(0,) * len(ways[0]))
+    return torch.stack([(activated(*signs) - middle).abs() for signs in ways]).amax(0)
 
 
 def check_act(c: SimpleNamespace, act: Activation, requantize: bool, bias: bool = True, scale: bool = True) -> None:
@@ -200,7 +209,7 @@ def check_act(c: SimpleNamespace, act: Activation, requantize: bool, bias: bool 
     assert got_scale[c.padding].isnan().all(), "a scale of no expert's row was written"
     exact = torch.nn.functional.pad(want, (0, -width % 128)).view(len(want), -1, 128)
     amax = exact.abs().amax(-1)
-    allowed = TERMS_ERROR[c.a.device.type] * spread_of_terms(c, act, b, s)[c.owned]
+    allowed = spread_of_terms(c, act, b, s, TERMS_ERROR[c.a.device.type])[c.owned]
     allowed = torch.nn.functional.pad(allowed, (0, -width % 128)).view(exact.shape).amax(-1) / 448
     want_scale = torch.where(amax == 0, 1.0, amax / 448)
     excess = (got_scale[c.owned].double() - want_scale).abs() - allowed - 1e-5 * want_scale
