@@ -6,8 +6,9 @@ The router is not part of it: ids and weights stand ready. Dispatch is: its coun
 
 What moving costs inside the layer is the layer's time minus its experts': the same experts on the same rows, which came
 once and lie there, to rows in expert order. The rest is dispatch, the weighted sum and combine, which is what bench
-`dispatch_combine` times by itself. With `symmetric` both are CUDA graphs of several layers for as few tokens as one
-decodes (`LATENCY_TOKENS`), else both are launched, as a prefill is; the peer always is.
+`dispatch_combine` times by itself. With `symmetric` both are CUDA graphs, of several layers for as few tokens as one
+decodes (`LATENCY_TOKENS`); for more, the layer is also launched as a prefill is, which is its time then, and that of the
+graph stands beside it as `graph_us`. The peer is always launched.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from epmoe.bench.records import Record, make_record
 from epmoe.bench.session import Session
 from epmoe.bench.shapes import is_train
 from epmoe.bench.timing import Call, repeated
-from epmoe.dispatch import Dispatcher, ExpertInput
+from epmoe.dispatch import ExpertInput
 from epmoe.experts import EXPERTS as KINDS
 from epmoe.experts import ExpertWeights
 from epmoe.kernel import MoEKernel
@@ -91,16 +92,22 @@ def measure_layer(case: LayerCase, session: Session) -> Record:
         session.ep,
     )
     flops, wire = problem.shape.flops(case.tokens, case.mode), sum(wires.values())
-    graph = _is_graph(case, kernel.dispatcher, session.device)
-    if graph or not is_train(case.mode):
-        alone = {"epmoe": calls["epmoe"], EXPERTS: _experts_alone(kernel, rows, problem)}
-        turns = max(1, min(20, LATENCY_TOKENS // case.tokens)) if graph else 1
-        several = {name: repeated(call, turns) for name, call in alone.items()}
-        times = {name: time / turns for name, time in session.time(several, graph=graph).items()}
-        times[PEER] = session.time({PEER: calls[PEER]})[PEER]
-        moving = {"experts_us": times[EXPERTS], "moving_us": times["epmoe"] - times[EXPERTS]}
+    captures = not is_train(case.mode) and session.device.type == "cuda" and kernel.dispatcher.name == "symmetric"
+    decodes = case.tokens <= LATENCY_TOKENS
+    figures = {}
+    if is_train(case.mode):
+        times = session.time(calls)
     else:
-        times, moving = session.time(calls), {}
+        alone = {"epmoe": calls["epmoe"], EXPERTS: _experts_alone(kernel, rows, problem)}
+        turns = max(1, min(20, LATENCY_TOKENS // case.tokens)) if captures else 1
+        several = {name: repeated(call, turns) for name, call in alone.items()}
+        inside = {name: time / turns for name, time in session.time(several, graph=captures).items()}
+        figures = {"experts_us": inside[EXPERTS], "moving_us": inside["epmoe"] - inside[EXPERTS]}
+        if captures and not decodes:
+            times = session.time(calls)
+            figures["graph_us"] = inside["epmoe"]
+        else:
+            times = {"epmoe": inside["epmoe"]} | session.time({PEER: calls[PEER]})
     messages = problems.row_messages(problem, case.mode)
     link = problems.link_figures(kernel.dispatcher, rows, messages, times["epmoe"], session.ceilings)
     named = dataclasses.replace(case, dispatcher=kernel.dispatcher.name, experts=kernel.experts.name)
@@ -114,15 +121,10 @@ def measure_layer(case: LayerCase, session: Session) -> Record:
         wire_bytes_by_step=wires,
         peers={PEER: times[PEER]},
         device=session.device,
-        timed="graph" if graph else "eager",
-        **moving,
+        timed="graph" if captures and decodes else "eager",
+        **figures,
         **link,
     )
-
-
-def _is_graph(case: LayerCase, dispatcher: Dispatcher, device: torch.device) -> bool:
-    few = case.tokens <= LATENCY_TOKENS and not is_train(case.mode)
-    return device.type == "cuda" and few and dispatcher.name == "symmetric"
 
 
 def _experts_alone(kernel: MoEKernel, rows: ExpertInput, problem: Problem) -> Call:
