@@ -7,8 +7,8 @@ The router is not part of it: ids and weights stand ready. Dispatch is: its coun
 What moving costs inside the layer is the layer's time minus its experts': the same experts on the same rows, which came
 once and lie there, to rows in expert order. The rest is dispatch, the weighted sum and combine, which is what bench
 `dispatch_combine` times by itself. With `symmetric` both are CUDA graphs, of several layers for as few tokens as one
-decodes (`LATENCY_TOKENS`); for more, the layer is also launched as a prefill is, which is its time then, and that of the
-graph stands beside it as `graph_us`. The peer is always launched.
+decodes (`LATENCY_TOKENS`); for more, the layer is also launched as a prefill is, which is its time then, and that of
+the graph stands beside it as `graph_us`. The peer is always launched.
 """
 
 from __future__ import annotations
