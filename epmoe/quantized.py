@@ -214,6 +214,8 @@ class WithQuantizedExperts(nn.Module):
 
     def _expert_scales(self) -> dict[str, Any]:
         """The fields of `ExpertWeights` beside values."""
+        if self.weight_scheme is None:
+            return {}
         fields = {
             f"{name.removesuffix('_proj')}_{field}": getattr(self, name + suffix)
             for name in PROJECTIONS

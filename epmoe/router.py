@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -26,6 +25,7 @@ from epmoe.checks import as_device, check_int, check_kind
 from epmoe.config import RouterConfig
 from epmoe.ops.route import route_topk
 from epmoe.ops.route_reference import RENORM_EPS, clean_logits, score_logits
+from epmoe.ops.wide_linear import wide_linear
 
 _NEG_INF = -math.inf
 
@@ -299,10 +299,8 @@ class Router(nn.Module):
         if token_mask is not None:
             _check_mask(token_mask, shape[0])
             x = torch.where(token_mask[:, None], x, 0.0)  # NaN padding would reach weight.grad as 0 · NaN
-        dtype = self.config.dtype
         with _no_autocast(x):
-            bias = None if self.bias is None else self.bias.to(dtype)
-            return F.linear(x.to(dtype), self.weight.to(dtype), bias)
+            return wide_linear(x, self.weight, self.bias, self.config.dtype)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Router:
         exact = self.selection_bias

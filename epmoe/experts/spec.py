@@ -55,6 +55,11 @@ class ExpertWeights:
 
     def to(self, dtype: torch.dtype) -> ExpertWeights:
         """The same weights in `dtype`, differentiably; quantized ones keep their values and scales."""
+        narrow = (self.gate_up_proj, self.down_proj) if self.gate_up_scale is None else ()
+        if self.lora is None and all(
+            t is None or t.dtype == dtype for t in (*narrow, self.gate_up_bias, self.down_bias)
+        ):
+            return self
         gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias.to(dtype)
         down_bias = None if self.down_bias is None else self.down_bias.to(dtype)
         lora = None if self.lora is None else self.lora.to(dtype)

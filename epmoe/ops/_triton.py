@@ -181,7 +181,7 @@ class Op(Generic[Parameters, Result]):
         functools.update_wrapper(self, run)
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        if runs_directly(args) and runs_directly(kwargs.values()):
+        if runs_directly((*args, *kwargs.values()) if kwargs else args):
             return self._run(*args, **kwargs)
         if self._defaults:
             rest = [kwargs.pop(name, default) for name, default in self._defaults[len(args) :]]

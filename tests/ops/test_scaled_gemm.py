@@ -30,8 +30,8 @@ ROW_ERROR = {
     "cpu": {torch.bfloat16: 4.5e-3, torch.float16: 6e-4},
     "cuda": {torch.bfloat16: 4.5e-3, torch.float16: 1.5e-3},
 }
-# Of the largest of 128 numbers, relative; and of each sum before it, in units of its terms' magnitudes, which may cancel:
-# fp32, or the 14 bits of tensor cores.
+# Of the largest of 128 numbers, relative; and of each sum before it, in units of its terms' magnitudes, which may
+# cancel: fp32, or the 14 bits of tensor cores.
 SCALE_ERROR = {"cpu": 1e-5, "cuda": 2e-3}
 TERMS_ERROR = {"cpu": 2**-20, "cuda": 2**-13}
 REQUANTIZED = 0.04
