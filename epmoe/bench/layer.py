@@ -99,7 +99,7 @@ def measure_layer(case: LayerCase, session: Session) -> Record:
         times = session.time(calls)
     else:
         alone = {"epmoe": calls["epmoe"], EXPERTS: _experts_alone(kernel, rows, problem)}
-        turns = max(1, min(20, LATENCY_TOKENS // case.tokens)) if captures else 1
+        turns = problems.turns_of(case.tokens) if captures else 1
         several = {name: repeated(call, turns) for name, call in alone.items()}
         inside = {name: time / turns for name, time in session.time(several, graph=captures).items()}
         figures = {"experts_us": inside[EXPERTS], "moving_us": inside["epmoe"] - inside[EXPERTS]}

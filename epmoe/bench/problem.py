@@ -25,6 +25,7 @@ from epmoe.dispatch.exchange import Rows
 from epmoe.experts import EXPERTS, QUANTIZED_EXPERTS, ExpertsSpec, ExpertWeights, select_experts
 from epmoe.kernel import MoEKernel
 from epmoe.ops.activation import apply_activation
+from epmoe.ops.symmetric_configs import LATENCY_TOKENS
 from epmoe.placement import ExpertPlacement
 from epmoe.quant import quantize_weights
 
@@ -77,6 +78,20 @@ class Problem(Tokens):
             return y.detach(), *torch.autograd.grad(y, self.leaves, self.dout)
 
         return train if is_train(mode) else infer
+
+    def in_a_row(self, forward: Forward, turns: int) -> Callable[[], list[Tensor]]:
+        """`turns` forwards without autograd, each by other experts: `topk_ids` moved on around the circle of them, so that
+        equally many have tokens each time, and no weights are in a cache still. What a graph is captured from."""
+        ids, num_experts = self.topk_ids, self.shape.num_experts
+        step = max(1, num_experts // turns)
+        moved = [torch.where(ids < 0, ids, (ids + turn * step) % num_experts) for turn in range(turns)]
+        weights = self.weights.gate_up_proj, self.weights.down_proj
+
+        def several() -> list[Tensor]:
+            with torch.no_grad():
+                return [forward(self.x, ids, self.topk_weights, *weights) for ids in moved]
+
+        return several
 
     def kernel(self, dispatcher: str, experts: str, scheme: str | None = None) -> tuple[MoEKernel, Forward]:
         """epmoe's routed path by the dispatcher and the experts of these names (`auto` for either chooses).
@@ -272,6 +287,11 @@ def check_reference(ours: Outcome, problem: Problem, output_limit: float = OUTPU
     names = OUTCOMES[: len(token_outcomes)]
     expected = reference(problem, rows)[: len(names)]
     check_agreement(token_outcomes, expected, names, "float64", problem.ep, output_limit)
+
+
+def turns_of(tokens: int) -> int:
+    """How many calls a graph holds, so that its launch counts for little: up to twenty where one decodes."""
+    return max(1, min(20, LATENCY_TOKENS // max(1, tokens)))
 
 
 def relative(a: Tensor, b: Tensor) -> float:

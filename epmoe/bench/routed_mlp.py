@@ -73,7 +73,8 @@ def standard_cases() -> list[RoutedMLPCase]:
 def measure_routed_mlp(case: RoutedMLPCase, session: Session) -> Record:
     """One record. FLOPs: 6·M·K·H·I forward, three times that for forward and backward (`Shape.flops`). Floor: the
     larger of FLOPs at the scheme's ceiling and the weight bytes of the experts that got rows at the memory's. `gb_s` is
-    those bytes over the time: what matters for few tokens. In `infer` the L2 cache is overwritten before each call.
+    those bytes over the time: what matters for few tokens. In `infer` no call finds its weights in the L2 cache; few
+    tokens are timed as a graph of several calls, each by other experts (`Problem.in_a_row`).
 
     Raises:
         RuntimeError: epmoe and the peer, or epmoe and float64, disagree.
@@ -102,7 +103,12 @@ def measure_routed_mlp(case: RoutedMLPCase, session: Session) -> Record:
         weights //= problem.x.element_size()  # one byte each; the scales are a 4096th of them
     flops = problem.shape.flops(case.tokens, case.mode)
     captured = session.device.type == "cuda" and not is_train(case.mode) and not case.eager
-    times = session.time(calls, flush_l2=not is_train(case.mode), graph=captured)
+    if captured:
+        turns = problems.turns_of(case.tokens)
+        several = {name: problem.in_a_row(one, turns) for name, one in ({"epmoe": forward} | others).items()}
+        times = {name: time / turns for name, time in session.time(several, flush_l2=True, graph=True).items()}
+    else:
+        times = session.time(calls, flush_l2=not is_train(case.mode))
     named = dataclasses.asdict(dataclasses.replace(case, experts=kernel.experts.name))
     if not case.eager:
         del named["eager"]

@@ -56,7 +56,8 @@ def interleaved_us(
         calls: the same names in the same order on every rank.
         warmup: rounds before the first one that counts; compilation happens there.
         device: CUDA times by events in the current stream, CPU by the host's clock.
-        flush_l2: overwrite the L2 cache before each call. CUDA only; a CPU ignores it.
+        flush_l2: fill the L2 cache with what no call needs before each one, by reading: what was written there would
+            have to be written back meanwhile. CUDA only; a CPU ignores it.
         graph: capture each call in a CUDA graph after the warmup and time its replay.
 
     Raises:
@@ -75,13 +76,13 @@ def interleaved_us(
 
     clock = _EventClock(device) if cuda else _HostClock()
     meet = _meeting(device, ep)
-    flush = torch.empty(_l2_bytes(device) * 2, dtype=torch.int8, device=device) if flush_l2 and cuda else None
+    flush = torch.zeros(_l2_bytes(device) // 2, dtype=torch.int32, device=device) if flush_l2 and cuda else None
     names = list(timed)
     for round_ in range(repeat):
         first = round_ % len(names)
         for name in names[first:] + names[:first]:
             if flush is not None:
-                flush.zero_()
+                flush.amax()
             meet()
             clock.time(name, timed[name])
     samples = clock.samples()

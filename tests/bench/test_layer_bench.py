@@ -14,6 +14,7 @@ from epmoe.bench.problem import make_tokens, make_weights
 from epmoe.bench.records import load
 from epmoe.bench.session import Session, Settings
 from epmoe.bench.shapes import named_shape
+from epmoe.bench.timing import Ceilings
 from epmoe.testing import RankFailed, run_ranks
 
 TINY = named_shape("tiny")
@@ -52,6 +53,29 @@ def test_layer_measures_every_combination_and_counts_its_flops_and_bytes(tmp_pat
         assert record["wire_bytes_by_step"] == steps and record["wire_bytes"] == sum(steps.values())
         assert TINY.flops(tokens, mode) == 6 * tokens * k * h * i * (3 if mode == "train" else 1)
         assert 0 < record["floor_us"] and 0 < record["median_us"] and record["peers"].keys() == {layer.PEER}
+
+
+def calls_in_a_row(rank, world_size):
+    session = Session(Settings(0, 1), Ceilings(1.0, 1.0, None))
+    made = session.problem("tiny", 3, "uniform")
+    made.topk_ids[1, 0] = -1
+    seen = []
+
+    def forward(x, ids, p, w1, w2):
+        assert x is made.x and w1 is made.weights.gate_up_proj and not torch.is_grad_enabled()
+        seen.append(ids)
+        return x
+
+    assert len(made.in_a_row(forward, 4)()) == 4 and torch.equal(seen[0], made.topk_ids)
+    counts = [ids[ids >= 0].bincount(minlength=TINY.num_experts) for ids in seen]
+    assert all(torch.equal(ids < 0, made.topk_ids < 0) and ids.max() < TINY.num_experts for ids in seen)
+    assert all(torch.equal(count.sort().values, counts[0].sort().values) for count in counts)
+    assert len({tuple(count.tolist()) for count in counts}) == 4, "each call by other experts"
+
+
+def test_calls_in_a_row_meet_other_experts_each_time_and_as_many():
+    run_ranks(calls_in_a_row, 1, timeout=60)
+    assert [problem.turns_of(tokens) for tokens in (0, 1, 64, 128, 1024, 8192)] == [20, 20, 16, 8, 1, 1]
 
 
 def test_routed_mlp_measures_against_torch_with_names_chosen_by_auto_resolved(tmp_path):
