@@ -80,7 +80,7 @@ class Problem(Tokens):
         return train if is_train(mode) else infer
 
     def in_a_row(self, forward: Forward, turns: int) -> Callable[[], list[Tensor]]:
-        """`turns` forwards without autograd, each by other experts: `topk_ids` moved on around the circle of them, so that
+        """`turns` forwards without autograd, each by other experts: `topk_ids` moved on around the circle of them. So
         equally many have tokens each time, and no weights are in a cache still. What a graph is captured from."""
         ids, num_experts = self.topk_ids, self.shape.num_experts
         step = max(1, num_experts // turns)
