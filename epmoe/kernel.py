@@ -403,8 +403,14 @@ class MoEKernel:
             return output if whole else ExpertOutput(self.dispatcher.reduced(output))
         if weights.sums is None:
             weights = sum_gradients(weights)
-        parts = [weight_and_reduce(self._compute_part(part, weights)) for part in split(rows, size)]
-        return ExpertOutput(torch.cat(parts))
+        parts = split(rows, size)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return ExpertOutput(torch.cat([weight_and_reduce(self._compute_part(part, weights)) for part in parts]))
+        spec = self.experts.spec
+        reduced = rows.x.new_empty((rows.x.shape[0], spec.hidden_size), dtype=spec.dtype)
+        for part, place in zip(parts, reduced.split(size), strict=True):
+            weight_and_reduce(self._compute_part(part, weights), out=place)
+        return ExpertOutput(reduced)
 
     def _compute_part(self, rows: ExpertInput, weights: ExpertWeights) -> ExpertOutput:
         spec, experts = self.experts.spec, self.experts

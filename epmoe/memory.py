@@ -43,16 +43,18 @@ def plan_forward(
     buffers: list[Buffer] = []
     if dispatch_scheme is not None and (sent.quantized_before or not dispatcher.quantizes_in_flight(dtype)):
         scales = scales_per_row(width, dispatch_scheme)
-        # rows quantized before the call are its argument, which lives until it returns
-        held: tuple[Step, ...] = STEPS if sent.quantized_before else ("dispatch",)
+        held: tuple[Step, ...] = ("dispatch", "experts", "reduce") if dispatcher.hands_on else ("dispatch",)
+        if sent.quantized_before:  # an argument of the call, which lives until it returns
+            held = STEPS
         buffers += [
             buffer("quantized rows", (num_tokens, width), row_dtype(dispatch_scheme), *held),
             buffer("their scales", (num_tokens, scales), torch.float32, *held),
         ]
-    buffers += dispatcher.memory_plan(num_tokens, sent, moved)
-
     rows = moved.received if chunk_tokens is None else min(chunk_tokens, moved.received)
     pairs = moved.pairs if rows == moved.received else min(rows * top_k, moved.pairs)
+    chunked = rows < moved.received
+    whole = dispatcher.ep is None or (dispatcher.capabilities.reduces and chunk_tokens is None)
+    buffers += dispatcher.memory_plan(num_tokens, sent, moved, reduced=chunked or not whole)
     if not experts.takes_rows(dispatch_scheme, layout):
         buffers.append(buffer("rows dequantized", (rows, width), dtype, "experts"))
     if layout == "batched":
@@ -67,31 +69,25 @@ def plan_forward(
         pairs = places
     shapes = experts.workspace_shapes(pairs if layout == "batched" else rows, pairs)
     if shapes is None:
-        scheme = experts.spec.scheme
-        able = [repr(kind.name) for kind in planning_kinds(scheme)]
-        raise ValueError(
-            f"experts={experts.name!r} allocate as they go: "
-            + (f"memory_plan needs experts={' or '.join(able)}" if able else f"none for {scheme!r} weights has a plan")
-        )
-    chunked = rows < moved.received
-    # combine reads workspace13, unless parts have been reduced before it
-    read: tuple[Step, ...] = ("experts",) if chunked else ("experts", "combine")
+        able = " or ".join(repr(kind.name) for kind in planning_kinds(experts.spec.scheme))
+        raise ValueError(f"experts={experts.name!r} allocate as they go: memory_plan needs experts={able}")
+    # whoever reduces reads workspace13; parts are reduced one after another, each with its own
+    read: tuple[Step, ...] = ("experts",) if chunked else ("experts", "reduce", *(("combine",) if whole else ()))
     index_of = (pairs,) if layout == "standard" else (rows, top_k)
     buffers += [
-        buffer("rows in expert order", index_of, torch.int32, *read),
+        buffer("rows in expert order", index_of, torch.int32, "experts"),
         buffer("places of pairs", (rows, top_k), torch.int32, *read),
     ]
     if workspace is not None:
         space = max(workspace.nbytes, shapes.workspace13.nbytes + shapes.workspace2.nbytes)
         buffers.append(Buffer(workspace.name, space, STEPS))
     else:
+        # kinds that reduce by themselves do it once the activation is gone
+        own = buffer("", (rows, width), dtype).nbytes if experts.weight_and_reduce[layout] == "no_op" else 0
         buffers += [
             Buffer("workspace13", shapes.workspace13.nbytes, read),
-            Buffer("workspace2", shapes.workspace2.nbytes, ("experts",)),
+            Buffer("workspace2, then reduced rows", max(shapes.workspace2.nbytes, own), ("experts",)),
         ]
     if chunked:
-        buffers += [
-            buffer("reduced rows of the other parts", (moved.received - rows, width), dtype, "experts"),
-            buffer("reduced rows of all parts", (moved.received, width), dtype, "combine"),
-        ]
+        buffers.append(buffer("reduced rows of all parts", (moved.received, width), dtype, "experts"))
     return MemoryPlan(tuple(buffers))

@@ -30,7 +30,7 @@ from epmoe.bench.quantized import SCHEMES, SHAPES, TOKENS, QuantizedCase, measur
 from epmoe.bench.records import RESULTS, Record
 from epmoe.bench.routed_mlp import RoutedMLPCase, measure_routed_mlp
 from epmoe.bench.session import Measure, Settings, run_bench
-from epmoe.bench.table import all_tables, devices_named, rendered, tables
+from epmoe.bench.table import OTHERS, all_tables, devices_named, page, rendered, tables
 from epmoe.testing import RankFailed, RanksTimedOut
 
 bench_app = typer.Typer(help="Measure, beside a floor and a peer of the same run.", no_args_is_help=True)
@@ -146,9 +146,10 @@ def quantized(
 @bench_app.command("grouped_gemm")
 def grouped_gemm(
     shape: Annotated[str | None, typer.Option(help="A, B, C, D, F, G or EXPERTSxROWSxNxK.")] = None,
-    layout: Annotated[str | None, typer.Option(help="even, uneven, gathered or swiglu.")] = None,
+    layout: Annotated[str | None, typer.Option(help="even, uneven, gathered, swiglu or batched.")] = None,
     scheme: Annotated[str | None, typer.Option(help="bf16, fp8_row or fp8_block.")] = None,
     rows: Annotated[str | None, typer.Option(help="Rows per expert, instead of the shapes' own.")] = None,
+    capacity: Annotated[int, typer.Option(min=0, help="Places per expert when batched; 0: twice the rows.")] = 0,
     sustained: Annotated[float, typer.Option(min=0, help="Seconds of A and D back to back; 0: bursts only.")] = 1.0,
     out: Out = None,
     quick: Quick = False,
@@ -160,7 +161,7 @@ def grouped_gemm(
 
     Without shape, layout, scheme and rows: the cases of README's table.
     """
-    if shape is layout is scheme is rows is None:
+    if shape is layout is scheme is rows is None and not capacity:
         cases = gemms.standard_cases()
     else:
         try:
@@ -170,7 +171,7 @@ def grouped_gemm(
         counts = None if rows is None else _numbers(rows, "rows")
         cases = []
         for experts, own, n, k in shapes:
-            fields = {"experts": [experts], "rows": counts or [own], "n": [n], "k": [k]}
+            fields = {"experts": [experts], "rows": counts or [own], "n": [n], "k": [k], "capacity": [capacity]}
             cases += _cases(
                 GroupedGemmCase, layout=_values(layout or "even"), scheme=_values(scheme or "bf16"), **fields
             )
@@ -309,13 +310,13 @@ def model(
 
 @bench_app.command("table")
 def table(
-    check: Annotated[bool, typer.Option("--check", help="Change nothing; fail if README is not up to date.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Change nothing; fail if tables are not up to date.")] = False,
     readme: Annotated[Path, typer.Option(help="The file with the markers.")] = RESULTS.parents[2] / "README.md",
     results: Annotated[Path, typer.Option(help="Folder of the records.")] = RESULTS,
 ) -> None:
-    """Write README's figures anew from the records."""
+    """Write README's figures anew from the records, and beside these the tables that README has no room for."""
     console = _console()
-    made = all_tables(results)
+    made, others = all_tables(results), results / OTHERS
     for one in made:
         console.print(one.rich())
     try:
@@ -323,11 +324,14 @@ def table(
         new = rendered(old, made)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{readme}: {error}", param_hint="--readme") from error
-    if check and new != old:
-        console.print(f"{readme} is not up to date: run `epmoe bench table`")
+    pages = {readme: (old, new), others: (others.read_text() if others.exists() else "", page(made))}
+    stale = [path for path, (before, after) in pages.items() if before != after]
+    if check and stale:
+        console.print(f"{', '.join(map(str, stale))}: not up to date: run `epmoe bench table`")
         raise typer.Exit(1)
     if not check:
-        readme.write_text(new)
+        for path in stale:
+            path.write_text(pages[path][1])
 
 
 def _run(

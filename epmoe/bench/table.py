@@ -1,4 +1,4 @@
-"""Tables of records: for README, between its two markers, and for the terminal.
+"""Tables of records: for README, between its two markers, for a page beside the records, and for the terminal.
 
 One table per bench and kind of device, whatever numbers of ranks. Keys of the cases that have one value throughout
 stand in the caption, the others are columns; then come time, floor, rates and each peer with how many times as long it
@@ -16,7 +16,9 @@ from rich.table import Table as RichTable
 from epmoe.bench.records import Record, identity, load
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
-_BENCHES = ("model", "layer", "routed_mlp", "dispatch_combine", "grouped_gemm", "overlap")  # others behind
+IN_README = ("model", "layer", "routed_mlp", "dispatch_combine")
+OTHERS = "tables.md"  # beside the records: the benches that README has no room for
+_BENCHES = (*IN_README, "grouped_gemm", "quantized", "overlap")  # others behind
 _KNOWN = {
     *("bench", "case", "median_us", "floor_us", "tflops", "gb_s", "wire_bytes", "peers"),
     *("commit", "date", "torch", "triton", "device"),
@@ -27,6 +29,7 @@ _KNOWN = {
 class Table:
     """A title, a caption, and cells as text; columns from `first_number` on are numbers."""
 
+    bench: str
     title: str
     caption: str
     header: tuple[str, ...]
@@ -97,7 +100,7 @@ def _table(bench: str, records: Sequence[Record], devices: str) -> Table:
     caption = "; ".join([*constants, "torch {}, triton {}, commit {}".format(*sources)])
     titles = [title for title, _, _ in numbers] + (["growth"] if fewest else [])
     header = (*shown, *titles, *(f"{peer} µs" for peer in peers))
-    return Table(f"`{bench}` on {devices}", caption, header, tuple(rows), len(shown))
+    return Table(bench, f"`{bench}` on {devices}", caption, header, tuple(rows), len(shown))
 
 
 def _but_ranks(record: Record) -> str:
@@ -155,7 +158,7 @@ def all_tables(results: Path) -> list[Table]:
 
 
 def rendered(readme: str, made: Sequence[Table]) -> str:
-    """`readme` with the text between its markers replaced by `made`.
+    """`readme` with the text between its markers replaced by those of `made` that go there.
 
     Raises:
         ValueError: the markers are missing, doubled, or the wrong way round.
@@ -164,5 +167,14 @@ def rendered(readme: str, made: Sequence[Table]) -> str:
         raise ValueError(f"README must hold one line {BEGIN} and, after it, one line {END}")
     before, rest = readme.split(BEGIN)
     after = rest.split(END)[1]
-    body = "\n\n".join(table.markdown() for table in made) or "No records yet."
-    return f"{before}{BEGIN}\n\n{body}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{_body(table for table in made if table.bench in IN_README)}\n\n{END}{after}"
+
+
+def page(made: Sequence[Table]) -> str:
+    """The file `OTHERS`."""
+    others = _body(table for table in made if table.bench not in IN_README)
+    return f"# More of what was measured\n\nWritten by `epmoe bench table`.\n\n{others}\n"
+
+
+def _body(made: Iterable[Table]) -> str:
+    return "\n\n".join(table.markdown() for table in made) or "No records yet."

@@ -69,7 +69,7 @@ def bench(context: typer.Context) -> None:
 def tune(
     shape: Annotated[str, typer.Option(help="Names from epmoe/bench/shapes.py, with commas.")],
     ranks: Annotated[str, typer.Option(help="Ranks that share the experts: each has a share of them.")] = "1",
-    scheme: Annotated[str, typer.Option(help="none (bf16), fp8_block or fp8_row.")] = "none",
+    scheme: Annotated[str, typer.Option(help="none (bf16), fp8_block, fp8_row, int8_row, int4_g128, mxfp4 …")] = "none",
     rows: Annotated[str | None, typer.Option(help="Expected rows per expert; default 1,4,16,64,256,1024,4096.")] = None,
     train: Annotated[bool, typer.Option("--train", help="Also the gradients of rows and weights.")] = False,
     out: Annotated[

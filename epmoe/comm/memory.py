@@ -12,9 +12,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Step = Literal["dispatch", "experts", "combine", "sum"]
-STEPS: tuple[Step, ...] = ("dispatch", "experts", "combine", "sum")
-"""Rows are packed and arrive · experts compute · their rows are reduced and travel back · ranks' parts are added up."""
+Step = Literal["dispatch", "experts", "reduce", "combine", "sum"]
+STEPS: tuple[Step, ...] = ("dispatch", "experts", "reduce", "combine", "sum")
+"""Rows are packed and arrive · experts compute · of what they give one row is made for each that arrived, where ranks
+then exchange those · they travel back · ranks' parts are added up."""
 
 BLOCK = 512  # bytes; torch's CUDA allocator rounds up to them
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from epmoe.checks import check_kind, said
 from epmoe.comm import EPGroup
-from epmoe.comm.memory import Buffer, buffer
+from epmoe.comm.memory import Buffer, Step, buffer
 from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
 from epmoe.dispatch.wire import RowBytes, RowSpec, narrowed_buffers
 from epmoe.quant.rows import QuantizedRows
@@ -195,6 +195,7 @@ class Dispatcher(ABC):
 
     name: ClassVar[str]
     capabilities: ClassVar[DispatcherCapabilities]
+    hands_on: ClassVar[bool] = False  # experts read the very rows that dispatch was given, or has quantized
     layout_type: ClassVar[type[Layout]] = Layout
 
     def __init__(
@@ -330,16 +331,23 @@ class Dispatcher(ABC):
     def traffic(self, num_tokens: int, top_k: int) -> Traffic:
         """The most that a call can move if every rank brings `num_tokens`, whatever the routing."""
 
-    def memory_plan(self, num_tokens: int, rows: RowSpec, traffic: Traffic) -> list[Buffer]:
+    def memory_plan(self, num_tokens: int, rows: RowSpec, traffic: Traffic, *, reduced: bool = False) -> list[Buffer]:
         """What dispatch and combine of a forward without gradients allocate for `traffic` of such rows, which go back
-        quantized only by dispatchers whose `quantized_back` says so."""
-        plan = [buffer("output", (num_tokens, rows.width), rows.dtype, "combine", "sum")]
-        if rows.combine_scheme is not None:
-            plan += [
-                buffer("reduced rows", (num_tokens, rows.width), rows.dtype, "combine"),
-                *narrowed_buffers("reduced rows", num_tokens, rows.width, rows.combine_scheme, "combine"),
-            ]
-        return plan
+        quantized only by dispatchers whose `quantized_back` says so.
+
+        Args:
+            reduced: combine gets one reduced row per row received, which this plan holds from the step `reduce` on;
+                else what it is to weight and sum itself. Dispatchers that move rows by collectives get the former.
+        """
+        made: tuple[Step, ...] = ("reduce", "combine") if reduced else ("combine",)
+        shape = (num_tokens, rows.width)
+        if rows.combine_scheme is None:  # the reduced rows are the output
+            return [buffer("output", shape, rows.dtype, *made, "sum")]
+        return [
+            buffer("reduced rows", shape, rows.dtype, *made),
+            *narrowed_buffers("reduced rows", num_tokens, rows.width, rows.combine_scheme, "combine"),
+            buffer("output", shape, rows.dtype, "combine", "sum"),
+        ]
 
     def dispatch(
         self,

@@ -32,7 +32,7 @@ from epmoe.dispatch.base import Dispatcher, ExpertInput, Layout, Pending, Traffi
 from epmoe.dispatch.flight import Flight, in_manner
 from epmoe.dispatch.messages import Extras, Rows, side_by_side
 from epmoe.dispatch.reduce import ExpertOutput
-from epmoe.dispatch.wire import RowSpec, narrowed_buffers
+from epmoe.dispatch.wire import RowSpec, buffers_sent_back
 from epmoe.ops._leases import Lease
 from epmoe.quant.rows import QuantizedRows, quantized
 from epmoe.quant.straight_through import rounded
@@ -122,12 +122,18 @@ def arrival(
 ) -> Flight:
     """Waits for launched messages shaped like `rows` and unpacks them; with `slot [M, R]`, sums them over ranks."""
     messages, work = launched
+    flying = [work]  # which may hold what was sent
+
+    def arrive() -> None:
+        for one in flying:
+            ep.wait(one, operation)
 
     def finish() -> Rows:
+        flying.clear()
         received = rows.unpack(messages)
         return received if slot is None else received.sum_over_ranks(slot, out)
 
-    return Flight(lambda: ep.wait(work, operation), finish)
+    return Flight(arrive, finish)
 
 
 def launch(movement: Movement, adjoint: Movement, rows: Rows, name: str, sms: int = 0) -> Flight:
@@ -197,22 +203,14 @@ class ExchangeDispatcher(Dispatcher):
         """Copy engines take none, only the kernels that pack rows, add them up and meet: 4."""
         return 4 if copies and self.copies and self.ep.has_copies() else super().sms_beside(copies)
 
-    def memory_plan(self, num_tokens: int, rows: RowSpec, traffic: Traffic) -> list[Buffer]:
-        sent, received = traffic.sent, traffic.received
+    def memory_plan(self, num_tokens: int, rows: RowSpec, traffic: Traffic, *, reduced: bool = False) -> list[Buffer]:
+        message, back, *_ = rows.nbytes()
         byte = torch.uint8
-        message, back, *_ = rows.nbytes()  # wide rows go back as messages as they lie
-        narrowed = []
-        if rows.combine_scheme is not None:
-            narrowed = [
-                buffer("reduced rows", (received, rows.width), rows.dtype, "combine"),
-                *narrowed_buffers("reduced rows", received, rows.width, rows.combine_scheme, "combine", "sum"),
-            ]
         return [
             buffer("places", (num_tokens, self.ep.num_ranks), torch.int32),
-            buffer("rows sent", (sent, message), byte, "dispatch"),
-            buffer("rows received", (received, message), byte, "dispatch", "experts", "combine"),
-            *narrowed,
-            buffer("reduced rows sent back", (received, back), byte, "combine", "sum"),
+            buffer("rows sent", (traffic.sent, message), byte, "dispatch"),
+            buffer("rows received", (traffic.received, message), byte, "dispatch", "experts", "reduce"),
+            *buffers_sent_back(traffic.received, rows),
             buffer("rows that came back", (self.rows_back(traffic), back), byte, "combine", "sum"),
             buffer("output", (num_tokens, rows.width), rows.dtype, "sum"),
         ]

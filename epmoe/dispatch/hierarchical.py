@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from epmoe.comm import EPGroup
-from epmoe.comm.memory import Buffer, buffer
+from epmoe.comm.memory import Buffer, Step, buffer
 from epmoe.comm.symmetric import agreed, unreachable
 from epmoe.dispatch.base import DispatcherCapabilities, Layout, Traffic
 from epmoe.dispatch.exchange import ExchangeDispatcher, Rows, arrival, register_ops
@@ -229,27 +229,37 @@ class HierarchicalDispatcher(ExchangeDispatcher):
             return Traffic(sent, inside * capacity, pairs, relayed)
         return Traffic(sent, received, pairs, relayed, relayed * min(inside, top_k) if inside > 1 else 0)
 
-    def memory_plan(self, num_tokens: int, rows: RowSpec, traffic: Traffic) -> list[Buffer]:
+    def memory_plan(self, num_tokens: int, rows: RowSpec, traffic: Traffic, *, reduced: bool = False) -> list[Buffer]:
         nodes = self.ep.nodes
-        plan = super().memory_plan(num_tokens, rows, traffic)
+        plan = super().memory_plan(num_tokens, rows, traffic, reduced=reduced)
         if not nodes.two_levels:
             return plan
         byte, inside, width = torch.uint8, len(nodes.beside(self.ep.rank)), rows.width
         message, back, *_ = rows.nbytes()
-        buffers = [buffer("places", (num_tokens, len(nodes.ranks)), torch.int32), *plan[1:]]
-        if inside > 1:
-            buffers += [
-                buffer("places inside the node", (traffic.relayed, inside), torch.int32),
-                buffer("rows relayed", (traffic.relayed, message), byte, "dispatch"),
-                buffer("rows passed on", (traffic.passed_on, message), byte, "dispatch"),
-                buffer("rows that came back inside the node", (traffic.passed_on, back), byte, "combine", "sum"),
-                buffer("sums of the node", (traffic.relayed, width), rows.dtype, "combine", "sum"),
-            ]
-            if (scheme := rows.combine_scheme) is not None:
-                relayed = narrowed_buffers("sums of the node", traffic.relayed, width, scheme, "combine", "sum")
-                buffers += [*relayed, buffer("sums sent on", (traffic.relayed, back), byte, "combine", "sum")]
-            if capacity := self._capacity(num_tokens):
-                buffers.append(slots_buffer(self.ep.node_group(), capacity, rows))
+        scheme, capacity = rows.combine_scheme, self._capacity(num_tokens)
+        held: dict[str, tuple[Step, ...]] = {}
+        # the second step back is launched on CUDA beside what the first began with, on CPU when waited for
+        if scheme is not None and self.ep.device.type == "cuda" and inside > 1:
+            held = {"reduced rows": ("reduce", "combine", "sum")}
+        elif scheme is not None and self.ep.device.type == "cpu" and inside == 1:
+            held = {"reduced rows sent back": ("sum",)}
+        buffers = [buffer("places", (num_tokens, len(nodes.ranks)), torch.int32)]
+        buffers += [b._replace(steps=held.get(b.name, b.steps)) for b in plan[1:]]
+        if inside == 1:
+            return buffers
+        # quantized ones are made once what was sent inside the node has been let go of; slots hold them to the end
+        sums: tuple[Step, ...] = ("sum",) if scheme is not None else ("combine", "sum") if capacity else ("combine",)
+        buffers += [
+            buffer("places inside the node", (traffic.relayed, inside), torch.int32),
+            buffer("rows relayed", (traffic.relayed, message), byte, "dispatch"),
+            buffer("rows passed on", (traffic.passed_on, message), byte, "dispatch"),
+            buffer("rows that came back inside the node", (traffic.passed_on, back), byte, "combine", "sum"),
+            buffer("sums of the node", (traffic.relayed, width), rows.dtype, *sums),
+        ]
+        if scheme is not None:
+            buffers += narrowed_buffers("sums of the node", traffic.relayed, width, scheme, "sum")
+        if capacity:
+            buffers.append(slots_buffer(self.ep.node_group(), capacity, rows))
         return buffers
 
     def rows_by_rank(self, handle: Layout) -> Tensor:

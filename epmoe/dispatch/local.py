@@ -16,6 +16,7 @@ class LocalDispatcher(Dispatcher):
     """T = M: `dispatch` hands the tokens to the experts and `combine` hands their rows back."""
 
     name = "local"
+    hands_on = True
     capabilities = DispatcherCapabilities(cuda_graph=True, exact_pairs=True, quantized_back=True)
 
     def make_layout(self, topk_ids: Tensor) -> Layout:

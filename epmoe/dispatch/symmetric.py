@@ -90,16 +90,18 @@ class SymmetricDispatcher(ExchangeDispatcher):
         rows = self.ep.num_ranks * self.capacity
         return Traffic(num_tokens * min(self.ep.num_ranks, top_k), rows, rows * top_k)
 
-    def memory_plan(self, num_tokens: int, rows: RowSpec, traffic: Traffic) -> list[Buffer]:
+    def memory_plan(self, num_tokens: int, rows: RowSpec, traffic: Traffic, *, reduced: bool = False) -> list[Buffer]:
         """The slots are shared by all layers of the group that need no more, and stay."""
         assert rows.combine_scheme is None, "capabilities say that no row goes back quantized"
         ranks, capacity = self.ep.num_ranks, self.capacity
         other = "throughput above" if self.profile == "latency" else "latency up to"
         profiles = f"{self.profile} profile ({other} {LATENCY_TOKENS} tokens per rank)"
-        came = (ranks * capacity, rows.nbytes().dispatch)
+        came = ranks * capacity
+        parts = [buffer("reduced rows", (came, rows.width), rows.dtype, "reduce", "combine")] if reduced else []
         return [
             Buffer(f"slots, {profiles}", Channel.nbytes(self.ep, half_bytes(rows, ranks, capacity)), STEPS),
-            buffer("rows received", came, torch.uint8, "dispatch", "experts", "combine"),
+            buffer("rows received", (came, rows.nbytes().dispatch), torch.uint8, "dispatch", "experts", "reduce"),
+            *parts,
             buffer("output", (num_tokens, rows.width), rows.dtype, "combine", "sum"),
         ]
 

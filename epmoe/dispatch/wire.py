@@ -129,3 +129,21 @@ def narrowed_buffers(name: str, rows: int, width: int, scheme: str, *steps: Step
         buffer(f"{name}, quantized", (rows, width), row_dtype(scheme), *steps),
         buffer(f"scales of {name}", (rows, scales_per_row(width, scheme)), torch.float32, *steps),
     ]
+
+
+def buffers_sent_back(received: int, rows: RowSpec) -> list[Buffer]:
+    """What the experts' reduced rows, one for each of `received`, are until their sums are there: wide ones are
+    messages as they lie where nothing fills them up, and are held until then."""
+    back, wide, width = rows.nbytes().combine, rows.width * rows.dtype.itemsize, rows.width
+    if rows.combine_scheme is None and back == wide:
+        return [buffer("reduced rows sent back", (received, back), torch.uint8, "reduce", "combine", "sum")]
+    held: tuple[Step, ...] = ("reduce", "combine", "sum")
+    narrowed: list[Buffer] = []
+    if rows.combine_scheme is not None:
+        held = ("reduce", "combine")
+        narrowed = narrowed_buffers("reduced rows", received, width, rows.combine_scheme, "combine", "sum")
+    return [
+        buffer("reduced rows", (received, width), rows.dtype, *held),
+        *narrowed,
+        buffer("reduced rows sent back", (received, back), torch.uint8, "combine"),
+    ]

@@ -8,6 +8,7 @@ intermediate size, L local experts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -32,6 +33,7 @@ class InferencePath:
 
     name: ClassVar[str]
     numbers: ClassVar[str]  # what messages call the weights' numbers
+    weight_and_reduce: ClassVar[Mapping[str, WeightAndReduce]] = {"standard": "contiguous", "batched": "batched"}
     spec: ExpertsSpec
 
     if TYPE_CHECKING:  # `Experts` has them, behind this class in the order of resolution

@@ -17,6 +17,7 @@ from epmoe.ops._configs import _has_roomy_sms, _has_tma, most_row_tiles, num_pro
 from epmoe.ops._dependent_launch import dependent_launch
 from epmoe.ops._triton import INTERPRET, cdiv, next_power_of_2
 from epmoe.ops.narrow_formats import SPAN, narrow_format
+from epmoe.tuning.store import tuned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +56,11 @@ def narrow_config(
     # int4_g128, 32 × 4 rows, N 4096, K 7168, µs by weight rows of a tile: 64: 182, 128: 226, 256: 294.
     # Then instructions bound it: a warp has 242 for 64 × 128 numbers of int4_g128 (SASS, not timed), 104 of them the
     # step's own, barriers among them; with two spans a step 219. At 80 % of 4.8 TB/s an SM has 246 cycles for as many.
+    # One span and two, µs, 16 tokens: int4_g128 63 and 64, 46 and 47 (128 experts, 1536 × 2048, 2048 × 768), 175 and 179,
+    # 95 and 100 (32 experts, 4096 × 7168, 7168 × 2048); mxfp4 88 and 91, 56 and 60, 296 and 274, 155 and 149.
     if rows_per_expert <= 24:
-        block_t, two = (16 if rows_per_expert <= 12 else 32), form.bits == 4 and d % (2 * SPAN) == 0
+        block_t = 16 if rows_per_expert <= 12 else 32
+        two = short and form.bits == 4 and n >= 4096 and d % (2 * SPAN) == 0
         stages, spans = (3, 2) if two else (4, 1)
         return NarrowConfig(block_t, 64, num_warps=4, num_stages=stages, on_tile=short, spans=spans)
     if rows_per_expert <= 48:
@@ -93,7 +97,9 @@ def narrow_plan(
 ) -> NarrowPlan:
     """The plan for weights `[num_local, n, d]`; cached."""
     form = narrow_format(scheme)
-    config = narrow_config(device, scheme, rows_per_expert, n, d, gated)
+    name = "narrow_grouped_gemm_act" if gated else "narrow_grouped_gemm"
+    config = tuned(NarrowConfig, name, device, num_local, n, d, dtype, scheme, rows_per_expert)
+    config = config or narrow_config(device, scheme, rows_per_expert, n, d, gated)
     parts = 2 if gated else 1
     width, row = n // parts, form.bytes_per_row(d)
     on_tile = config.on_tile and dtype == torch.bfloat16 and form.group > 0

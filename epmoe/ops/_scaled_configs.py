@@ -171,6 +171,8 @@ def scaled_plan(
     if block == BLOCK:  # of others nothing is tuned
         config = tuned(ScaledConfig, name, device, L, n, d, dtype, scheme, rows_per_expert)
     config = config or scaled_config(device, per_block, rows_per_expert, n, d, gated, gathered, block)
+    if not per_block:  # the Gluon kernel reads scales per block and no others
+        config = dataclasses.replace(config, gluon=False)
     has_tma = _has_tma(device)
     dense = parts == 1 or (strides[0] == n * strides[1] and width * strides[1] % 16 == 0)
     descriptor = None

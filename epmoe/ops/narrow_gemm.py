@@ -17,8 +17,8 @@ from epmoe.ops._configs import expected_rows
 from epmoe.ops._narrow_configs import narrow_plan
 from epmoe.ops._narrow_triton import narrow_gemm_kernel
 from epmoe.ops._segments import RowMap, check_segments, segment_slices
-from epmoe.ops._triton import TensorDescriptor, check_flat, on_device_of, op, unit_stride, use_triton
-from epmoe.ops.activation import Epilogue, apply_activation, is_gated
+from epmoe.ops._triton import TensorDescriptor, check_buffer, check_flat, on_device_of, op, unit_stride, use_triton
+from epmoe.ops.activation import LINEAR, Epilogue, apply_activation, is_gated
 from epmoe.ops.narrow_formats import narrow_format, widen
 
 ROW_DTYPES = (torch.bfloat16, torch.float16)
@@ -148,12 +148,55 @@ def narrow_grouped_gemm(
         ValueError: shapes, dtypes or strides do not fit together.
     """
     _check(a, w, w_scale, w_zero, w_outer, bias, row_start, row_end, row_index, index_divisor, scheme)
-    narrow, rows = (w, w_scale, w_zero, w_outer), (row_start, row_end, row_index, index_divisor)
-    if not use_triton(a):
-        return narrow_grouped_gemm_reference(a, *narrow, bias, *rows, max_rows, scheme)
     out = a.new_empty(max_rows, w.shape[1])
-    _launch(a, *narrow, bias, RowMap(*rows), out, scheme, expected_m, Epilogue())
+    rows = RowMap(row_start, row_end, row_index, index_divisor)
+    _gemm(out, a, (w, w_scale, w_zero, w_outer), bias, rows, scheme, expected_m, Epilogue())
     return out
+
+
+def narrow_grouped_gemm_into(
+    out: Tensor,
+    a: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    w_zero: Tensor | None,
+    w_outer: Tensor | None,
+    bias: Tensor | None,
+    row_start: Tensor,
+    row_end: Tensor,
+    row_index: Tensor | None,
+    index_divisor: int,
+    scheme: str,
+    expected_m: int | None = None,
+) -> None:
+    """`narrow_grouped_gemm` into a buffer of the caller's, a planned workspace; no torch op.
+
+    Args:
+        out: `[max_rows, N]`, contiguous, in a's dtype; rows of no expert are left as they are. The rest as there.
+
+    Raises:
+        ValueError: as `narrow_grouped_gemm`, or `out` does not fit.
+    """
+    _check(a, w, w_scale, w_zero, w_outer, bias, row_start, row_end, row_index, index_divisor, scheme)
+    check_buffer(out, "out", (out.shape[0], w.shape[1]), a.dtype, a)
+    rows = RowMap(row_start, row_end, row_index, index_divisor)
+    _gemm(out, a, (w, w_scale, w_zero, w_outer), bias, rows, scheme, expected_m, Epilogue())
+
+
+def _gemm(
+    out: Tensor,
+    a: Tensor,
+    narrow: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    bias: Tensor | None,
+    rows: RowMap,
+    scheme: str,
+    expected_m: int | None,
+    epilogue: Epilogue,
+) -> None:
+    if use_triton(a):
+        _launch(a, *narrow, bias, rows, out, scheme, expected_m, epilogue)
+    else:
+        _twin(out, a, *narrow, bias, rows, scheme, epilogue, torch.float32)
 
 
 @narrow_grouped_gemm.register_fake
@@ -179,26 +222,30 @@ def narrow_grouped_gemm_reference(
     """The torch twin of `narrow_grouped_gemm`, one matmul per expert in `precise`, as which float64 comes out."""
     out = a.new_empty(max_rows, w.shape[1], dtype=precise if precise == torch.float64 else a.dtype)
     rows = RowMap(row_start, row_end, row_index, index_divisor)
-    for e, own in segment_slices(row_start, row_end):
-        y = _multiply(a, w, w_scale, w_zero, w_outer, e, rows.at(own), scheme, precise)
-        out[own] = (y if bias is None else y + bias[e].to(precise)).to(out.dtype)
+    _twin(out, a, w, w_scale, w_zero, w_outer, bias, rows, scheme, Epilogue(), precise)
     return out
 
 
-def _multiply(
+def _twin(
+    out: Tensor,
     a: Tensor,
     w: Tensor,
     scale: Tensor,
     zero: Tensor | None,
     outer: Tensor | None,
-    e: int,
-    rows: slice | Tensor,
+    bias: Tensor | None,
+    rows: RowMap,
     scheme: str,
+    epilogue: Epilogue,
     precise: torch.dtype,
-) -> Tensor:
-    """Rows `rows` of a times expert e's weights, both in `precise`."""
-    zero, outer = (None if t is None else t[e] for t in (zero, outer))
-    return a[rows].to(precise) @ widen(w[e], scale[e], zero, outer, scheme, a.shape[1], precise).T
+) -> None:
+    for e, own in segment_slices(rows.row_start, rows.row_end):
+        zeros, outers = (None if t is None else t[e] for t in (zero, outer))
+        y = a[rows.at(own)].to(precise) @ widen(w[e], scale[e], zeros, outers, scheme, a.shape[1], precise).T
+        if (scales := rows.scales(own)) is not None:
+            y = y * scales.to(precise)
+        y = y if bias is None else y + bias[e].to(precise)
+        out[own] = (y if epilogue.activation == LINEAR else apply_activation(y, *epilogue)).to(out.dtype)
 
 
 @op("narrow_grouped_gemm_act")
@@ -237,17 +284,56 @@ def narrow_grouped_gemm_act(
         ValueError: as `narrow_grouped_gemm`, an unknown activation, or a `row_scale` that is not flat.
     """
     _check(x, w1, w1_scale, w1_zero, w1_outer, bias1, row_start, row_end, row_index, index_divisor, scheme)
-    check_flat(row_scale, "row_scale", torch.float32)
-    gated = is_gated(activation, alpha, limit)
-    if gated and w1.shape[1] % 2:
-        raise ValueError(f"w1 has shape {tuple(w1.shape)}: {activation!r} is gated and needs an even number of rows")
-    narrow, rows = (w1, w1_scale, w1_zero, w1_outer), (row_start, row_end, row_index, index_divisor)
-    act = (activation, alpha, limit)
-    if not use_triton(x):
-        return narrow_grouped_gemm_act_reference(x, *narrow, bias1, *rows, max_rows, row_scale, *act, scheme)
-    out = x.new_empty(max_rows, w1.shape[1] // (2 if gated else 1))
-    _launch(x, *narrow, bias1, RowMap(*rows, row_scale), out, scheme, expected_m, Epilogue(*act))
+    epilogue = Epilogue(activation, alpha, limit)
+    out = x.new_empty(max_rows, _act_width(w1, row_scale, epilogue))
+    rows = RowMap(row_start, row_end, row_index, index_divisor, row_scale)
+    _gemm(out, x, (w1, w1_scale, w1_zero, w1_outer), bias1, rows, scheme, expected_m, epilogue)
     return out
+
+
+def _act_width(w1: Tensor, row_scale: Tensor | None, epilogue: Epilogue) -> int:
+    """I, after what GEMM1 takes besides was found to fit it."""
+    check_flat(row_scale, "row_scale", torch.float32)
+    gated = is_gated(*epilogue)
+    if gated and w1.shape[1] % 2:
+        raise ValueError(
+            f"w1 has shape {tuple(w1.shape)}: {epilogue.activation!r} is gated and needs an even number of rows"
+        )
+    return w1.shape[1] // (2 if gated else 1)
+
+
+def narrow_grouped_gemm_act_into(
+    act: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    w1_scale: Tensor,
+    w1_zero: Tensor | None,
+    w1_outer: Tensor | None,
+    bias1: Tensor | None,
+    row_start: Tensor,
+    row_end: Tensor,
+    row_index: Tensor | None,
+    index_divisor: int,
+    row_scale: Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
+    scheme: str,
+    expected_m: int | None = None,
+) -> None:
+    """`narrow_grouped_gemm_act` into a buffer of the caller's, a planned workspace; no torch op.
+
+    Args:
+        act: `[max_rows, I]`, contiguous, in x's dtype; rows of no expert are left as they are. The rest as there.
+
+    Raises:
+        ValueError: as `narrow_grouped_gemm_act`, or `act` does not fit.
+    """
+    _check(x, w1, w1_scale, w1_zero, w1_outer, bias1, row_start, row_end, row_index, index_divisor, scheme)
+    epilogue = Epilogue(activation, alpha, limit)
+    check_buffer(act, "act", (act.shape[0], _act_width(w1, row_scale, epilogue)), x.dtype, x)
+    rows = RowMap(row_start, row_end, row_index, index_divisor, row_scale)
+    _gemm(act, x, (w1, w1_scale, w1_zero, w1_outer), bias1, rows, scheme, expected_m, epilogue)
 
 
 @narrow_grouped_gemm_act.register_fake
@@ -280,11 +366,6 @@ def narrow_grouped_gemm_act_reference(
     """The torch twin of `narrow_grouped_gemm_act`, one matmul per expert in `precise`, as which float64 comes out."""
     width = w1.shape[1] // (2 if is_gated(activation, alpha, limit) else 1)
     out = x.new_empty(max_rows, width, dtype=precise if precise == torch.float64 else x.dtype)
-    rows = RowMap(row_start, row_end, row_index, index_divisor, row_scale)
-    for e, own in segment_slices(row_start, row_end):
-        y = _multiply(x, w1, w1_scale, w1_zero, w1_outer, e, rows.at(own), scheme, precise)
-        if (scales := rows.scales(own)) is not None:
-            y = y * scales.to(precise)
-        y = y if bias1 is None else y + bias1[e].to(precise)
-        out[own] = apply_activation(y, activation, alpha, limit).to(out.dtype)
+    rows, epilogue = RowMap(row_start, row_end, row_index, index_divisor, row_scale), Epilogue(activation, alpha, limit)
+    _twin(out, x, w1, w1_scale, w1_zero, w1_outer, bias1, rows, scheme, epilogue, precise)
     return out

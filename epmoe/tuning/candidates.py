@@ -11,7 +11,9 @@ import torch
 
 from epmoe.ops._configs import GemmConfig, WgradConfig, _has_gluon
 from epmoe.ops._few_rows_configs import FewRowsConfig
+from epmoe.ops._narrow_configs import NarrowConfig
 from epmoe.ops._scaled_configs import ScaledConfig, runs_gluon
+from epmoe.ops.narrow_formats import SPAN, narrow_format
 from epmoe.tuning.problems import Problem
 
 SOME_ROWS = (32, 256)  # between these, either of the two kernels of unquantized rows may be the faster
@@ -24,7 +26,9 @@ def near(problem: Problem, chosen: Any, device: torch.device) -> list[Any]:
     elif isinstance(chosen, GemmConfig):
         changes, gluon = _many_rows(chosen), _has_gluon(device)
     elif isinstance(chosen, ScaledConfig):
-        changes, gluon = _scaled(problem, chosen), runs_gluon(device)
+        changes, gluon = _scaled(problem, chosen), problem.scheme == "fp8_block" and runs_gluon(device)
+    elif isinstance(chosen, NarrowConfig):
+        changes, gluon = _narrow(problem, chosen), False
     else:
         assert isinstance(chosen, WgradConfig)
         changes, gluon = _wgrad(chosen), False
@@ -87,6 +91,34 @@ def _scaled(problem: Problem, chosen: ScaledConfig) -> Changes:
         *([{"block_m": 2 * m}] if m < 64 and 2 * problem.rows > m else []),
         {"num_warps": 12 - chosen.num_warps},
         {"programs_per_sm": 1 - chosen.programs_per_sm} if chosen.programs_per_sm <= 1 else {},
+    ]
+
+
+def _narrow(problem: Problem, chosen: NarrowConfig) -> Changes:
+    """Whether scales multiply weights or sums stays as the rule has it: that decides how results are rounded."""
+    t, stages, spans = chosen.block_t, chosen.num_stages, chosen.spans
+    fewer, more = {"num_stages": stages - 1}, {"num_stages": stages + 1}
+    if t > 64:  # instructions that widen a tile are shared by its rows: tiles are large, and stages what is left
+        return [
+            {"block_t": 128, "num_stages": 4} if t > 128 else {"block_t": 256, "num_stages": 3},
+            fewer,
+            {"num_warps": 12 - chosen.num_warps},
+            {"block_t": 64},
+            more,
+        ]
+    # as many columns under way, in longer or shorter steps
+    longer = {"spans": 2, "num_stages": max(2, stages - 1)} if problem.K % (2 * SPAN) == 0 else {}
+    if narrow_format(problem.scheme).bits == 8:
+        longer = {}  # a step would be 256 bytes of a row: twice what descriptors were tried with
+    wide = {"block_w": 128, "num_warps": 8} if chosen.block_w < 128 else {"block_w": 64, "num_warps": 4}
+    return [
+        {"spans": 1, "num_stages": stages + 1} if spans > 1 else longer,
+        more,
+        *([{"block_t": t // 2}] if t > 16 and t >= 2 * problem.rows else []),
+        *([{"block_t": 2 * t}] if t < 64 and 2 * problem.rows > t else []),
+        fewer,
+        wide,
+        {"num_warps": 12 - chosen.num_warps},
     ]
 
 

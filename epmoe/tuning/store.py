@@ -32,8 +32,11 @@ import torch
 
 SHIPPED = Path(__file__).parent
 VARIABLE = "EPMOE_TUNING_DIR"
-OPS = ("grouped_gemm", "grouped_gemm_act", "scaled_grouped_gemm", "scaled_grouped_gemm_act", "grouped_wgrad")
-KINDS = ("GemmConfig", "FewRowsConfig", "ScaledConfig", "WgradConfig")
+OPS = (
+    *("grouped_gemm", "grouped_gemm_act", "scaled_grouped_gemm", "scaled_grouped_gemm_act"),
+    *("narrow_grouped_gemm", "narrow_grouped_gemm_act", "grouped_wgrad"),
+)
+KINDS = ("GemmConfig", "FewRowsConfig", "ScaledConfig", "NarrowConfig", "WgradConfig")
 REACH = 2  # how many times as many rows, or as few, an entry answers for
 
 Config = TypeVar("Config")
@@ -84,7 +87,8 @@ def lookup(
 
     Args:
         op: one of `OPS`.
-        scheme: of the rows' quantization, `none` without.
+        dtype: of the rows that the op multiplies: eight bits where they are quantized.
+        scheme: of rows and weights, or of narrow weights; `none` without.
 
     Raises:
         ValueError: the file that should say is not what it must be, naming it and the line.

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from epmoe.bench.cli import bench_app
 from epmoe.bench.records import RESULTS, make_record, save
-from epmoe.bench.table import BEGIN, END, all_tables, rendered
+from epmoe.bench.table import BEGIN, END, OTHERS, all_tables, rendered
 
 README = RESULTS.parents[2] / "README.md"
 
@@ -26,6 +26,7 @@ def results(tmp_path, monkeypatch):
         record("routed_mlp", 16, "infer", 7.0, gb_s=3.0),
         record("layer", 128, "train", 1234.5, tflops=5.5, ceilings={"hbm_gb_s": 1.0}),
         record("layer", 16, "train", 2.0),
+        record("grouped_gemm", 16, "infer", 5.0),
     ]
     save(records, tmp_path / "results", 2)
     return tmp_path / "results"
@@ -36,7 +37,8 @@ def table(*arguments):
 
 
 def test_a_table_per_bench_has_constants_in_its_caption_and_rows_in_the_order_of_numbers(results):
-    layer, routed_mlp = all_tables(results)
+    layer, routed_mlp, grouped_gemm = all_tables(results)
+    assert grouped_gemm.title == "`grouped_gemm` on 2 × cpu"
     lines = layer.markdown().splitlines()
     assert lines[0] == "**`layer` on 2 × cpu**"
     assert lines[2].startswith("shape tiny; mode train; torch ") and lines[2].endswith("commit abc1234")
@@ -58,6 +60,8 @@ def test_only_what_lies_between_the_markers_is_replaced_and_a_second_time_change
     assert once.startswith(f"before {BEGIN}\n\n**`layer`") and once.endswith(f"{END} after\n") and "old" not in once
     assert table("--readme", readme, "--results", results).exit_code == 0
     assert readme.read_text() == once
+    more = (results / OTHERS).read_text()
+    assert "`grouped_gemm` on" in more and "`layer`" not in more and "grouped_gemm" not in once
 
 
 def test_check_fails_on_a_stale_readme_and_changes_nothing(results, tmp_path):
@@ -68,8 +72,10 @@ def test_check_fails_on_a_stale_readme_and_changes_nothing(results, tmp_path):
     assert failed.exit_code == 1 and "not up to date" in failed.output and readme.read_text() == stale
     table("--readme", readme, "--results", results)
     assert table("--check", "--readme", readme, "--results", results).exit_code == 0
-    save([record("layer", 16, "train", 99.0)], results, 2)
-    assert table("--check", "--readme", readme, "--results", results).exit_code == 1
+    for bench in ("layer", "grouped_gemm"):  # of README, and of the other page
+        save([record(bench, 16, "train", 99.0)], results, 2)
+        assert table("--check", "--readme", readme, "--results", results).exit_code == 1
+        table("--readme", readme, "--results", results)
 
 
 @pytest.mark.parametrize("text", ["no markers", f"{BEGIN} alone", f"{END}{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from epmoe.comm.workspace import Workspace
 from epmoe.config import Activation
 from epmoe.dispatch import make_dispatcher
 from epmoe.experts import ExpertsSpec, ExpertWeights, ReferenceExperts, WeightOnlyExperts, select_experts
@@ -173,6 +174,65 @@ def test_kernel_joins_them_with_a_dispatcher_that_may_quantize_rows(layout, disp
         y = kernel(c.rows.x, ids, c.rows.topk_weights, c.weights).routed
     c.rows = dataclasses.replace(c.rows, topk_ids=ids, expert_map=torch.arange(4, dtype=torch.int32, device=device))
     assert row_error(y, expected(c, quantized=True)) < (SAME_NUMBERS if dispatch_scheme is None else 0.1)
+
+
+@pytest.mark.parametrize("layout", ["standard", "batched"])
+@pytest.mark.parametrize("scheme", ["int4_g128", "nvfp4"])
+def test_a_workspace_changes_no_bit_whatever_it_held_and_is_as_large_as_planned(scheme, layout, device, seed):
+    c = make(scheme, device, seed)
+    ids = c.rows.topk_ids.clamp_max(3)
+    ids[:, 1] = torch.where(ids[:, 1] == ids[:, 0], -1, ids[:, 1])
+    rows = (c.rows.x, ids, c.rows.topk_weights, c.weights)
+    space = Workspace(torch.device(device))
+
+    def kernel(workspace):
+        dispatcher = make_dispatcher("local", None, ExpertPlacement.contiguous(4, 1), device)
+        experts = select_experts(c.spec, "weight_only", layout).experts
+        return MoEKernel(dispatcher, experts, layout=layout, workspace=workspace)
+
+    free, planned = kernel(None), kernel(space)
+    with torch.no_grad(), poisoned_empty():
+        want = free(*rows).routed
+        assert torch.equal(planned(*rows).routed, want)
+        pairs = 4 * 7 if layout == "batched" else 7 * K
+        shapes = planned.experts.workspace_shapes(7, pairs)
+        assert space.nbytes == shapes.workspace13.nbytes + shapes.workspace2.nbytes
+        assert {b.name: b.nbytes for b in planned.memory_plan(7, K).buffers}[space.name] == space.nbytes
+        space.lock()
+        space._buffer.fill_(0xFF)  # NaN in every dtype
+        assert torch.equal(planned(*rows).routed, want)
+        with pytest.raises(RuntimeError, match="locked"):
+            planned(*[torch.cat([t, t]) for t in rows[:3]], rows[3])
+
+
+def gpu_peak(scheme):
+    h, i, e, k, m = 2048, 768, 32, 4, 4096
+    spec = ExpertsSpec(Activation(), h, i, torch.bfloat16, torch.device("cuda"), scheme=scheme)
+    moves = make_dispatcher("local", None, ExpertPlacement.contiguous(e, 1), "cuda")
+    kernel = MoEKernel(moves, select_experts(spec, "weight_only").experts, workspace=Workspace(spec.device))
+    q1, q2 = (quantize_narrow(torch.randn(e, n, d, device="cuda"), scheme) for n, d in ((2 * i, h), (h, i)))
+    x = torch.randn(m, h, device="cuda", dtype=torch.bfloat16)
+    ids = torch.rand(m, e, device="cuda").argsort(1)[:, :k].int()
+    rows = (x, ids, torch.rand(m, k, device="cuda"), ExpertWeights(**fields(q1, q2)))
+    with torch.no_grad():
+        kernel(*rows)  # compiles
+        kernel.workspace = Workspace(spec.device)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out = kernel(*rows)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+    del out
+    return kernel.memory_plan(m, k).peak, peak
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["int4_g128", "mxfp4"])
+def test_the_predicted_peak_is_the_allocators(scheme):
+    plan, peak = gpu_peak(scheme)
+    assert abs(plan - peak) <= 0.04 * peak, (plan, peak)
 
 
 @pytest.mark.gpu

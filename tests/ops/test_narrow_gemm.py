@@ -21,7 +21,9 @@ from epmoe.ops.narrow_formats import narrow_format, numbers_of
 from epmoe.ops.narrow_gemm import (
     narrow_grouped_gemm,
     narrow_grouped_gemm_act,
+    narrow_grouped_gemm_act_into,
     narrow_grouped_gemm_act_reference,
+    narrow_grouped_gemm_into,
     narrow_grouped_gemm_reference,
 )
 from epmoe.quant import NARROW_SCHEMES, dequantize_narrow, quantize_narrow
@@ -363,31 +365,37 @@ def test_what_does_not_fit_is_named(seed):
     ]:
         with pytest.raises(ValueError, match=message):
             narrow_grouped_gemm(**(good | change))
+    narrow, rows = (*c.narrow, c.bias), c.rows[:4]
+    with pytest.raises(ValueError, match=rf"out is torch.bfloat16 \({c.max_rows}, 47\).*\({c.max_rows}, 48\)"):
+        narrow_grouped_gemm_into(c.a.new_empty(c.max_rows, 47), c.a, *narrow, *rows, "int4_g32")
+    with pytest.raises(ValueError, match=rf"act is torch.float32.*torch.bfloat16 \({c.max_rows}, 24\)"):
+        act = torch.empty(c.max_rows, 24)
+        narrow_grouped_gemm_act_into(act, c.a, *narrow, *rows, None, "swiglu", 1.0, math.inf, "int4_g32")
     n = case([2, 3], 48, 160, "nvfp4", "cpu", seed)
     with pytest.raises(ValueError, match="w_outer is None"):
         narrow_grouped_gemm(n.a, *n.narrow[:3], None, None, *n.rows, "nvfp4")
 
 
 @pytest.mark.parametrize("d", [512, 384], ids=["whole-steps", "half-a-step-over"])
-@pytest.mark.parametrize("scheme", ["int4_g128", "int4_channel", "mxfp4"])
+@pytest.mark.parametrize("scheme", ["int4_g128", "int4_channel", "mxfp4", "mxfp6_e2m3"])
 def test_two_spans_a_step_give_the_bits_of_one(scheme, d, device, seed, configure):
     c, given = case([3, 0, 2], 40, d, scheme, device, seed, zeros=scheme in INTEGERS), []
     for spans in (1, 2):
-        configure(lambda *args, spans=spans: NarrowConfig(16, 64, 4, 3, on_tile=scheme == "mxfp4", spans=spans))
+        configure(lambda *args, spans=spans: NarrowConfig(16, 64, 4, 3, on_tile=scheme.startswith("mx"), spans=spans))
         given.append(check_gemm(c)[c.owned])
     assert torch.equal(*given)
 
 
-def test_a_gpu_takes_two_spans_a_step_for_few_rows_of_four_bits_and_whole_steps():
-    def chosen(scheme: str, rows: int, d: int) -> tuple[int, int]:
-        config = narrow_config(torch.device("cpu"), scheme, rows, 512, d, False, False)
+def test_a_gpu_takes_two_spans_a_step_for_few_rows_of_many_channels_in_four_bits_and_short_groups():
+    def chosen(scheme: str, rows: int, d: int, n: int = 4096) -> tuple[int, int]:
+        config = narrow_config(torch.device("cpu"), scheme, rows, n, d, False, False)
         return config.spans, config.num_stages
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_narrow_configs, "_has_roomy_sms", lambda device: True)
         narrow_config.cache_clear()
-        assert chosen("int4_g128", 1, 2048) == chosen("mxfp4", 20, 7168) == (2, 3)
-        for scheme, rows, d in (("int8_channel", 1, 2048), ("int4_g128", 1, 1408), ("mxfp6_e2m3", 1, 2048)):
-            assert chosen(scheme, rows, d) == (1, 4)
-        assert chosen("int4_g128", 64, 2048)[0] == 1
+        assert chosen("nvfp4", 1, 2048) == chosen("mxfp4", 20, 7168) == (2, 3)
+        for scheme, d in (("int8_channel", 2048), ("int4_g128", 2048), ("mxfp4", 1408), ("mxfp6_e2m3", 2048)):
+            assert chosen(scheme, 1, d) == (1, 4)
+        assert chosen("mxfp4", 1, 2048, n=1536) == (1, 4) and chosen("mxfp4", 64, 2048)[0] == 1
     narrow_config.cache_clear()

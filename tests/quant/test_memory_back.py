@@ -16,7 +16,7 @@ from epmoe.dispatch.base import Traffic
 from epmoe.testing import run_ranks
 from tests.dispatch.test_quantized_training import CAP, H, K, batch_of, kernel_of
 from tests.test_kernel import local_kernel
-from tests.test_memory import planned_and_measured
+from tests.test_memory import every_case, planned_and_measured
 
 NAMES = ("all_gather", "all_to_all", "all_to_all_fixed", "hierarchical")
 
@@ -85,10 +85,10 @@ def test_every_buffer_of_rows_that_go_back_quantized_is_named_and_counted(scheme
         for name, case in found.items():
             rows, plan = case["rows"], case["moved"]
             want = {
-                "reduced rows": (rows * H * 4, ("combine",)),
+                "reduced rows": (rows * H * 4, ("reduce", "combine")),
                 "reduced rows, quantized": (rows * H, ("combine", "sum")),
                 "scales of reduced rows": (rows * scales * 4, ("combine", "sum")),
-                "reduced rows sent back": (rows * message, ("combine", "sum")),
+                "reduced rows sent back": (rows * message, ("combine",)),
             }
             for buffer, (nbytes, steps) in want.items():
                 assert plan[buffer] == (rounded_up(nbytes), steps), (name, buffer)
@@ -119,10 +119,11 @@ BACK = ("grouped", "standard", True, {"combine_scheme": "fp8_block"})
 
 
 @pytest.mark.gpu2
-@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_to_all_fixed"])
-def test_the_predicted_peak_is_the_allocators_where_rows_go_back_quantized(dispatcher: str) -> None:
-    for plan, peak in run_ranks(planned_and_measured, 2, args=(dispatcher, *BACK), backend="nccl", timeout=120):
-        assert abs(plan - peak) <= 0.04 * peak, (plan, peak)
+def test_the_predicted_peak_is_the_allocators_where_rows_go_back_quantized() -> None:
+    cases = [(name, BACK[3] | sent) for name in NAMES for sent in ({}, {"dispatch_scheme": "fp8_block"})]
+    for found in run_ranks(every_case, 2, args=(cases,), backend="nccl", timeout=200):
+        for case, (plan, peak) in zip(cases, found, strict=True):
+            assert abs(plan - peak) <= 0.04 * peak, (case, plan, peak)
 
 
 @pytest.mark.gpu

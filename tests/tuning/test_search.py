@@ -14,10 +14,13 @@ from epmoe.bench.shapes import Shape, named_shape
 from epmoe.cli import tune as command
 from epmoe.cli.main import app
 from epmoe.config import Activation
-from epmoe.ops import _gemm_triton
+from epmoe.ops import _gemm_triton, narrow_gemm, scaled_gemm
 from epmoe.ops._configs import GemmConfig, WgradConfig
 from epmoe.ops._few_rows_configs import FewRowsConfig
+from epmoe.ops._narrow_configs import NarrowConfig, narrow_config
 from epmoe.ops._scaled_configs import ScaledConfig
+from epmoe.ops.scaled_gemm import SCALED_SCHEMES
+from epmoe.quant import NARROW_SCHEMES
 from epmoe.testing import RankFailed
 from epmoe.tuning import problems, search, store
 from epmoe.tuning.candidates import near
@@ -89,10 +92,34 @@ def test_a_models_problems_are_both_products_of_a_ranks_share_and_in_training_al
         ("grouped_wgrad", 1536, 2048, 256, False),
         ("grouped_wgrad", 2048, 768, 256, False),
     ]
-    scaled = problems_of(shape, 4, ["fp8_block", "fp8_row"], [4], True)
+    eight_bits = ("fp8_block", "fp8_row", "int8_row")
+    scaled = problems_of(shape, 4, eight_bits, [4], True)
     assert {(p.op, p.scheme) for p in scaled} == {
-        (f"scaled_grouped_gemm{end}", scheme) for end in ("", "_act") for scheme in ("fp8_block", "fp8_row")
+        (f"scaled_grouped_gemm{end}", scheme) for end in ("", "_act") for scheme in eight_bits
     }
+    narrow = problems_of(shape, 4, ["int4_g128", "mxfp4"], [4], True)
+    assert [(p.op, p.N, p.K, p.scheme) for p in narrow] == [
+        (f"narrow_grouped_gemm{end}", n, k, scheme)
+        for scheme in ("int4_g128", "mxfp4")
+        for end, n, k in (("_act", 1536, 2048), ("", 2048, 768))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "weight_bytes"),
+    [
+        ("none", torch.bfloat16, 2.0),
+        ("fp8_row", torch.float8_e4m3fn, 1.0),
+        ("int8_row", torch.int8, 1.0),
+        ("int4_g128", torch.bfloat16, 0.5 + 2 / 128),
+        ("mxfp4", torch.bfloat16, 0.5 + 1 / 32),
+        ("mxfp6_e2m3", torch.bfloat16, 0.75 + 1 / 32),
+    ],
+)
+def test_a_problem_has_the_dtype_of_its_rows_and_the_bytes_of_its_weights(scheme, dtype, weight_bytes):
+    problem = Problem("grouped_gemm", 4, 256, 512, scheme, 0)
+    assert problem.dtype == dtype and problem.num_bytes == 4 * 256 * 512 * weight_bytes
+    assert problem.as_key()["dtype"] == str(dtype).removeprefix("torch.")
 
 
 def test_no_two_problems_are_one_entry_of_a_file():
@@ -122,6 +149,9 @@ CHOSEN = [
     GemmConfig(128, 256, 64, 8, num_warps=8, num_stages=4, flatten=True),
     ScaledConfig(16, 128, 8, num_warps=4, num_stages=5, swap_ab=True, programs_per_sm=0, gluon=True),
     ScaledConfig(128, 256, 8, num_warps=8, num_stages=4, split=True, gluon=True),
+    NarrowConfig(16, 64, num_warps=4, num_stages=3, spans=2),
+    NarrowConfig(32, 64, num_warps=4, num_stages=4),
+    NarrowConfig(256, 128, num_warps=8, num_stages=3, on_tile=True),
     WgradConfig(128, 256, 64, 8, num_warps=8, num_stages=4),
 ]
 
@@ -131,8 +161,8 @@ CHOSEN = [
 )
 @pytest.mark.parametrize("rows", [1, 16, 64, 1024])
 def test_the_rules_own_choice_is_tried_first_and_nothing_twice(chosen, rows):
-    scheme = "fp8_block" if isinstance(chosen, ScaledConfig) else "none"
-    tried = near(dataclasses.replace(SMALL, scheme=scheme, rows=rows), chosen, CPU)
+    scheme = {ScaledConfig: "fp8_block", NarrowConfig: "int4_g128"}.get(type(chosen), "none")
+    tried = near(dataclasses.replace(SMALL, K=512, scheme=scheme, rows=rows), chosen, CPU)
     assert tried[0] == chosen and 2 < len(tried) == len(set(tried)) <= 9
     for config in tried:
         # blocks are powers of two, and the entry that holds the configuration gives it back
@@ -140,28 +170,53 @@ def test_the_rules_own_choice_is_tried_first_and_nothing_twice(chosen, rows):
         assert store.Entry(1, type(config).__name__, dataclasses.asdict(config), "").of(type(config)) == config
 
 
+@pytest.mark.parametrize("scheme", ["int4_g128", "int4_channel", "int8_g32", "mxfp4", "nvfp4", "mxfp6_e2m3"])
+@pytest.mark.parametrize("rows", problems.ROWS)
+def test_candidates_of_narrow_weights_round_as_the_rule_does_and_keep_the_blocks_that_it_has_to_have(
+    scheme, rows, monkeypatch
+):
+    monkeypatch.setattr("epmoe.ops._narrow_configs._has_roomy_sms", lambda device: True)
+    for k in (512, 320):
+        ruled = narrow_config(CPU, scheme, rows, 256, k, False, interpret=False)
+        tried = near(dataclasses.replace(SMALL, op="narrow_grouped_gemm", scheme=scheme, rows=rows, K=k), ruled, CPU)
+        assert len(tried) > 3 and {config.on_tile for config in tried} == {ruled.on_tile}
+        for config in tried:
+            assert (
+                config.block_w >= 64 and config.block_t >= 16 and config.num_stages >= 2 and config.num_warps in (4, 8)
+            )
+            assert config.spans == 1 or (k % 256 == 0 and config.block_t <= 64 and not scheme.startswith("int8"))
+
+
 def test_gluon_kernels_are_tried_where_they_run_and_nowhere_else(monkeypatch):
     many, scaled = CHOSEN[2], dataclasses.replace(CHOSEN[3], gluon=False)
     for able in (False, True):
         monkeypatch.setattr("epmoe.tuning.candidates._has_gluon", lambda device, able=able: able)
         monkeypatch.setattr("epmoe.tuning.candidates.runs_gluon", lambda device, able=able: able)
-        for chosen, rows in ((many, 1024), (CHOSEN[0], 64), (scaled, 16)):
-            tried = near(dataclasses.replace(SMALL, rows=rows), chosen, CPU)
+        for chosen, rows, scheme in ((many, 1024, "none"), (CHOSEN[0], 64, "none"), (scaled, 16, "fp8_block")):
+            tried = near(dataclasses.replace(SMALL, scheme=scheme, rows=rows), chosen, CPU)
             assert any(getattr(config, "gluon", False) for config in tried) == able
+        for scheme in ("fp8_row", "int8_row"):  # it reads scales per block
+            tried = near(dataclasses.replace(SMALL, scheme=scheme, rows=16), scaled, CPU)
+            assert not any(config.gluon for config in tried)
+
+
+def schemes_of(op):
+    if op.startswith("narrow"):
+        return NARROW_SCHEMES
+    return SCALED_SCHEMES if op.startswith("scaled") else ("none",)
 
 
 @pytest.mark.parametrize("rows", problems.ROWS)
-@pytest.mark.parametrize("op", ["grouped_gemm", "grouped_gemm_act", "grouped_wgrad", "scaled_grouped_gemm_act"])
+@pytest.mark.parametrize("op", store.OPS)
 def test_there_is_a_rule_for_every_problem(op, rows):
-    scheme = "fp8_row" if op.startswith("scaled") else "none"
-    assert type(rule(Problem(op, 4, 64, 96, scheme, rows), CPU)).__name__ in store.KINDS
+    for scheme in schemes_of(op):
+        assert type(rule(Problem(op, 4, 64, 96, scheme, rows), CPU)).__name__ in store.KINDS
 
 
 @pytest.mark.parametrize("op", store.OPS)
 @pytest.mark.parametrize("activation", ["swiglu", "swiglu_oai"])
 def test_every_problem_can_be_run_at_every_load_and_rows_past_nobody_are_not_counted(op, activation):
-    schemes = ("fp8_block", "fp8_row") if op.startswith("scaled") else ("none",)
-    for scheme in schemes:
+    for scheme in schemes_of(op):
         for rows in (1, 3):
             problem = Problem(op, 16, 64, 128, scheme, rows, Activation.named(activation), top_k=4)
             weights = make_weights(problem, CPU)
@@ -170,6 +225,8 @@ def test_every_problem_can_be_run_at_every_load_and_rows_past_nobody_are_not_cou
                 result = make_call(problem, weights, total, CPU)()
                 sample = problems.sampled(result)
                 assert sample.dtype == torch.float64 and sample.isfinite().all() and sample.abs().sum() > 0
+                if op.endswith("gemm"):  # numbers as a model's: those far from 1 draw another power
+                    assert 0.2 < sample.std() < 5
 
 
 def test_the_gradient_of_rows_multiplies_by_the_weights_as_they_lie():
@@ -223,6 +280,37 @@ def test_less_than_a_percent_is_no_reason_to_leave_the_rule(on_cpu, monkeypatch)
     timed_as(monkeypatch, lambda config: 1000.0 if config == ruled else 991.0)
     ((found,),) = search.search([SMALL], CPU, ALONE, nothing)
     assert found.entry["config"] == dataclasses.asdict(ruled) and found.gain == 1
+
+
+@pytest.mark.parametrize("scheme", ["int4_g128", "mxfp4", "int8_row"])
+@pytest.mark.parametrize("end", ["", "_act"])
+def test_a_search_of_int8_and_narrow_weights_is_found_again_by_their_kernels(scheme, end, on_cpu, monkeypatch):
+    prefix, module, plan = ("scaled", scaled_gemm, "scaled_plan") if scheme == "int8_row" else (
+        "narrow", narrow_gemm, "narrow_plan"
+    )  # fmt: skip
+    problem = Problem(f"{prefix}_grouped_gemm{end}", 4, 128, 128, scheme, 8)
+    ruled = rule(problem, CPU)
+    other = dataclasses.replace(ruled, **({"block_m": 16} if prefix == "scaled" else {"block_t": 16, "num_stages": 3}))
+    monkeypatch.setattr(search, "near", lambda *args: [ruled, other])
+    timed_as(monkeypatch, lambda config: 5.0 if config == other else 8.0)
+    ((found,),) = search.search([problem], CPU, ALONE, nothing)
+    assert found.refused == {} and found.gain == 8 / 5 and found.entry["kind"] == type(other).__name__
+    search.save([found], store.folder_for(CPU))
+    search._forget()
+
+    seen, make = [], getattr(module, plan)
+
+    def remember(*args):
+        made = make(*args)
+        seen.append((made.constants.get("BLOCK_T", made.constants.get("BLOCK_M")), made.constants["num_stages"]))
+        return made
+
+    monkeypatch.setattr(module, plan, remember)
+    weights = make_weights(problem, CPU)
+    make_call(problem, weights, 32, CPU)()
+    make_call(dataclasses.replace(problem, rows=64), weights, 256, CPU)()  # too far from what was measured
+    ruled_size = getattr(ruled, "block_t", None) or ruled.block_m
+    assert seen == [(16, other.num_stages), (ruled_size, ruled.num_stages)]
 
 
 def test_several_loads_count_alike_whatever_their_size(on_cpu, monkeypatch):
@@ -382,7 +470,8 @@ def test_a_gpu_is_tuned_in_processes_side_by_side_and_finds_its_files(tmp_path, 
     monkeypatch.setenv("EPMOE_TUNING_DIR", str(tmp_path))
     device = torch.device("cuda", 0)
     shape = Shape("small", 256, 256, 8, 2)
-    wanted = [p for s in ("none", "fp8_block", "fp8_row") for p in problems_of(shape, 1, [s], [1, 64, 256], True)]
+    schemes = ("none", "fp8_block", "fp8_row", "int8_row", "int4_g128", "mxfp4")
+    wanted = [p for s in schemes for p in problems_of(shape, 1, [s], [1, 64, 256], True)]
     found = [one for some in search.search(wanted, device, Settings(3, 2, 4), nothing) for one in some]
     assert len(found) == len(wanted) and all(one.entry is not None for one in found)
     search.save(found, store.folder_for(device))

@@ -8,9 +8,10 @@ import json
 import pytest
 import torch
 
-from epmoe.ops import _configs, _few_rows_configs, _gemm_gluon, _scaled_configs
+from epmoe.ops import _configs, _few_rows_configs, _gemm_gluon, _narrow_configs, _scaled_configs
 from epmoe.ops._configs import GemmConfig
 from epmoe.ops._few_rows_configs import FewRowsConfig
+from epmoe.ops._narrow_configs import NarrowConfig
 from epmoe.ops._scaled_configs import ScaledConfig
 from epmoe.tuning import store
 from epmoe.tuning.problems import CACHES
@@ -182,21 +183,24 @@ def plan_many(rows, gated=False):
     return _configs.gemm_plan(GPU, torch.bfloat16, shape, strides, 512, True, rows, False, gated, False)
 
 
-def plan_scaled(rows, gated=False, per_block=True):
+def plan_scaled(rows, gated=False, scheme="fp8_block"):
     shape, strides = (8, 256, 512), (256 * 512, 512, 1)
-    scheme = "fp8_block" if per_block else "fp8_row"
     operands = (GPU, scheme, shape, strides, True, True, rows, False, 1, "swiglu" if gated else "none", gated)
     return _scaled_configs.scaled_plan(*operands, torch.bfloat16)
+
+
+def plan_narrow(rows, gated=False, scheme="int4_g128", dtype=torch.bfloat16):
+    return _narrow_configs.narrow_plan(GPU, dtype, scheme, 8, 256, 512, True, 8 * rows, rows, rows, gated).constants
 
 
 @pytest.fixture
 def no_gpu_is_asked(monkeypatch):
     """What plans ask a GPU for."""
     monkeypatch.setattr("epmoe.ops._configs._num_sms", lambda device: 132)
-    for module in (_configs, _few_rows_configs, _scaled_configs):
+    for module in (_configs, _few_rows_configs, _scaled_configs, _narrow_configs):
         monkeypatch.setattr(module, "_has_tma", lambda device: False)
         monkeypatch.setattr(module, "_has_roomy_sms", lambda device: True)
-    for name in ("_few_rows_configs", "_scaled_configs"):
+    for name in ("_few_rows_configs", "_scaled_configs", "_narrow_configs"):
         monkeypatch.setattr(f"epmoe.ops.{name}.dependent_launch", lambda device: {"DEPENDENT": False})
 
 
@@ -232,19 +236,44 @@ def test_fewer_rows_than_experts_are_left_to_the_rule(folder, no_gpu_is_asked, m
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_row"])
-def test_plans_of_fp8_products_take_the_entry_of_their_scheme(folder, no_gpu_is_asked, gated, scheme):
+@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_row", "int8_row"])
+def test_plans_of_eight_bit_products_take_the_entry_of_their_scheme(folder, no_gpu_is_asked, gated, scheme):
     name = "scaled_grouped_gemm_act.json" if gated else "scaled_grouped_gemm.json"
     odd = ScaledConfig(64, 256, 3, num_warps=4, num_stages=2, split=True)
-    write(folder / name, [entry(16, odd, dtype="float8_e4m3fn", scheme=scheme)])
-    for per_block in (True, False):
-        config = plan_scaled(16, gated, per_block).config
-        assert (config == odd) == (scheme == ("fp8_block" if per_block else "fp8_row"))
+    write(folder / name, [entry(16, odd, dtype="int8" if scheme == "int8_row" else "float8_e4m3fn", scheme=scheme)])
+    for other in ("fp8_block", "fp8_row", "int8_row"):
+        assert (plan_scaled(16, gated, other).config == odd) == (other == scheme)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_row", "int8_row"])
+def test_the_kernel_that_reads_scales_per_block_runs_on_no_others_whatever_an_entry_says(
+    folder, no_gpu_is_asked, scheme
+):
+    odd = ScaledConfig(64, 256, 3, num_warps=4, num_stages=2, split=True, gluon=True)
+    dtype = "int8" if scheme == "int8_row" else "float8_e4m3fn"
+    write(folder / "scaled_grouped_gemm.json", [entry(16, odd, dtype=dtype, scheme=scheme)])
+    assert plan_scaled(16, scheme=scheme).config == dataclasses.replace(odd, gluon=False)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("scheme", ["int4_g128", "int8_channel", "mxfp4", "mxfp6_e3m2"])
+def test_plans_of_narrow_products_take_the_entry_of_their_scheme_and_rows(folder, no_gpu_is_asked, gated, scheme):
+    name = "narrow_grouped_gemm_act.json" if gated else "narrow_grouped_gemm.json"
+    odd = NarrowConfig(32, 128, num_warps=8, num_stages=7)
+    write(folder / name, [entry(16, odd, scheme=scheme)])
+
+    def taken(**other):
+        made = plan_narrow(**{"rows": 16, "gated": gated, "scheme": scheme, **other})
+        return (made["BLOCK_T"], made["BLOCK_W"], made["num_warps"], made["num_stages"]) == (32, 128, 8, 7)
+
+    assert taken() and taken(rows=31)
+    others = {"rows": 33}, {"gated": not gated}, {"scheme": "nvfp4"}, {"dtype": torch.float16}
+    assert not any(taken(**other) for other in others)
 
 
 def test_the_shipped_files_can_be_read_and_make_configurations():
     kinds = {"GemmConfig": GemmConfig, "FewRowsConfig": FewRowsConfig, "ScaledConfig": ScaledConfig}
-    kinds["WgradConfig"] = _configs.WgradConfig
+    kinds |= {"WgradConfig": _configs.WgradConfig, "NarrowConfig": NarrowConfig}
     for path in SHIPPED.glob("*/triton-*/*.json"):
         assert path.stem in store.OPS
         for entries in load(path).values():
