@@ -57,11 +57,10 @@ def _weighted_sum(
             w = tl.load(at, mask=cols < tl.where(some, WORDS, 0), other=0, eviction_policy="evict_first")
             a, b = unpack_words(w, KIND)
             if WEIGHTED:
-                # The weight of an absent term may be NaN, and 0 · NaN is not 0. Products are chosen, not weights: they
-                # are rounded before they are added then, as in `gather_sum`, and the bits are its.
-                p = tl.load(slot_weights + row * TERMS + k)
-                a = tl.where(some, a * p, 0.0)
-                b = tl.where(some, b * p, 0.0)
+                # the weight of an absent term may be NaN, and 0 · NaN is not 0
+                p = tl.where(some, tl.load(slot_weights + row * TERMS + k), 0.0)
+                a = a * p
+                b = b * p
             low += a
             high += b
     return low, high
