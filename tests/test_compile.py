@@ -51,12 +51,7 @@ def test_one_rank_compiles_to_one_graph_with_inductor(seed: int) -> None:
     compare(0, 1, seed, "local", "inductor", "cpu", True)
 
 
-@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather", "hierarchical"])
-def test_two_ranks_compile_to_one_graph(dispatcher: str, seed: int) -> None:
-    run_ranks(compare, 2, args=(seed, dispatcher, "aot_eager", "cpu", True), timeout=120)
-
-
-def compiled_arguments(rank: int, world: int, seed: int) -> list[bool]:
+def compiled_arguments(rank: int, world: int, seed: int) -> None:
     """A compiled kernel with a destination and rows quantized on the way, against an eager one."""
     kernel, weights = make_kernel(
         rank, world, "all_to_all", "grouped", "standard", EPGroup(), dispatch_scheme="fp8_row"
@@ -69,11 +64,27 @@ def compiled_arguments(rank: int, world: int, seed: int) -> list[bool]:
     with torch.no_grad():
         want, out = kernel(x, ids, p, weights).routed, torch.full_like(x, float("nan"))
         given = torch.compile(into, backend="aot_eager", fullgraph=True)(x, out)
-    return [torch.allclose(out, want, rtol=1e-4, atol=1e-5), torch.allclose(given, want, rtol=1e-4, atol=1e-5)]
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(given, want, rtol=1e-4, atol=1e-5)
 
 
-def test_a_compiled_kernel_writes_where_it_is_told_and_sends_quantized_rows(seed: int) -> None:
-    assert run_ranks(compiled_arguments, 2, args=(seed,), timeout=120) == [[True, True]] * 2
+def everything_compiled(rank: int, world: int, seed: int) -> None:
+    for dispatcher in ("all_to_all", "all_gather", "hierarchical"):
+        torch._dynamo.reset()
+        try:
+            compare(rank, world, seed, dispatcher, "aot_eager", "cpu", True)
+        except Exception as error:
+            error.add_note(f"dispatcher={dispatcher!r}")
+            raise
+    torch._dynamo.reset()
+    compiled_arguments(rank, world, seed)
+
+
+def test_two_ranks_compile_to_one_graph_whose_kernel_writes_where_it_is_told_and_sends_quantized_rows(
+    seed: int,
+) -> None:
+    # In one set of processes: a first compilation costs a rank as much as the next two.
+    run_ranks(everything_compiled, 2, args=(seed,), timeout=170)
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ It ends, and its ranks with it, when the process that started it does.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import os
@@ -132,6 +133,8 @@ def serve(request_fd: int, modules: Sequence[str]) -> None:
         importlib.import_module(name)
     if os.environ.get("TRITON_INTERPRET") == "1":
         quicken_interpreter()
+        with contextlib.suppress(ImportError):  # what the first launch of any kernel imports, in some versions
+            importlib.import_module("triton.experimental.gluon.nvidia.hopper")
     gc.collect()
     gc.freeze()
     requests = socket.socket(fileno=request_fd)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from types import FunctionType
 from typing import Any
+
+from epmoe.testing.interpreter_types import keep_types, takes_in
 
 
 def quicken_interpreter() -> None:
@@ -20,16 +21,14 @@ def quicken_interpreter() -> None:
       again; here their names are looked up once, and a device function finds them replaced.
     - Sums and products of integers are computed again in int64 for an overflow check whose verdict is read only under
       `debug`, which the interpreter never sets; here they aren't.
-    - The table from Triton's dtypes to numpy's is made anew at each use; here its answers are kept.
+    - The table from Triton's dtypes to numpy's is made anew at each use, and so are types; here they are kept.
+    - Floats of 8 and 16 bits are taken apart to become others; here each is once, and then looked up.
+    - Each function of `triton.language` is called through two others; here through one.
     - Products are numpy's, whose sums depend on a row's place in the tile, as no GPU's do; here they are float64's,
       which round to the same float32 everywhere.
     - Triton 3.6 turns arrays of one element into numbers in a way that numpy 2.4 refuses; here in one that any takes.
     """
     from triton.runtime import interpreter
-
-    def takes_in(place: Any, name: str, *parameters: str) -> bool:
-        found = getattr(place, name, None)
-        return isinstance(found, FunctionType) and tuple(inspect.signature(found).parameters) == parameters
 
     takes = functools.partial(takes_in, interpreter)
 
@@ -37,13 +36,17 @@ def quicken_interpreter() -> None:
     if takes("_patch_builtin", "pkg", "builder", "scope") and takes(
         "_patch_attr", "obj", "name", "member", "builder", "scope"
     ):
-        interpreter._patch_builtin = _NamesOnce(core.is_builtin, interpreter._patch_attr)
+        patch_attr = _directly(interpreter._patch_attr, core.builtin, interpreter.interpreter_semantic)
+        interpreter._patch_builtin = _NamesOnce(core.is_builtin, patch_attr)
     if takes("_patch_lang", "fn") and hasattr(getattr(interpreter, "_LangPatchScope", None), "restore"):
         interpreter._patch_lang = _PatchedOnce(interpreter._patch_lang, (interpreter.tl, core))
     if takes("_patch_lang_tensor", "tensor", "scope"):
         interpreter._patch_lang_tensor = _with_numbers(interpreter._patch_lang_tensor)
     if takes("_get_np_dtype", "tt_dtype"):
         interpreter._get_np_dtype = _DtypesOnce(interpreter._get_np_dtype)
+    if takes("_convert_float", "input", "input_dtype", "output_dtype", "rounding_mode"):
+        interpreter._convert_float = _ConvertedOnce(interpreter._convert_float)
+    keep_types(interpreter)
 
     builder = interpreter.InterpreterBuilder
     if takes_in(builder, "create_dot", "self", "a", "b", "d", "input_precision", "max_num_imprecise_acc"):
@@ -71,6 +74,25 @@ class _NamesOnce:
             member = getattr(pkg, name)
             if self.is_builtin(member):
                 self.patch_attr(pkg, name, member, builder, scope)
+
+
+def _directly(patch_attr: Any, builtin: Any, semantic: Any) -> Any:
+    """The interpreter's `_patch_attr`; a function that `builtin` wrapped, which only asks for `_semantic`, is called
+    without its wrapper."""
+    code = builtin(lambda: None).__code__
+    only_asks = code.co_freevars == ("fn",) and set(code.co_names) <= {"ValueError"}
+
+    def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        if not (only_asks and getattr(member, "__code__", None) is code):
+            return patch_attr(obj, name, member, builder, scope)
+        fn = member.__wrapped__
+
+        def direct(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+            return fn(*args, _semantic=semantic, **kwargs)
+
+        scope.set_attr(obj, name, direct)
+
+    return patch
 
 
 class _PatchedOnce:
@@ -120,6 +142,27 @@ class _DtypesOnce:
         if found is None:
             found = self.known[dtype.name] = self.numpy_dtype(dtype)
         return found
+
+
+class _ConvertedOnce:
+    """The interpreter's `_convert_float`: of each of the few numbers that 8 or 16 bits can be, once."""
+
+    def __init__(self, convert: Any) -> None:
+        self.convert = convert
+        self.tables: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(self, numbers: Any, from_dtype: Any, to_dtype: Any, rounding_mode: Any) -> Any:
+        bits = from_dtype.primitive_bitwidth
+        if bits > 16 or numbers.itemsize * 8 != bits:
+            return self.convert(numbers, from_dtype, to_dtype, rounding_mode)
+        import numpy
+
+        key = (from_dtype.name, to_dtype.name, str(rounding_mode))
+        table = self.tables.get(key)
+        if table is None:
+            every = numpy.arange(1 << bits).astype(f"uint{bits}")
+            table = self.tables[key] = self.convert(every, from_dtype, to_dtype, rounding_mode)
+        return numpy.asarray(table[numbers.view(f"uint{bits}")])
 
 
 def _with_numbers(patch_tensor: Any) -> Any:
