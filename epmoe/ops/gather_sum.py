@@ -54,8 +54,8 @@ def _gather_sum_kernel(
     for j in tl.static_range(J):
         row = rows[j].to(tl.float32)  # type: ignore[var-annotated]
         if HAS_WEIGHT:
-            # An absent term's weight may be NaN, and 0 · NaN is not 0. The weight is chosen, not the product, which so is
-            # added unrounded, by one instruction: as where `symmetric` adds up rows, whose bits these are.
+            # An absent term's weight may be NaN, and 0 · NaN is not 0. The weight is chosen, not the product, which is
+            # added unrounded then, by one instruction: as where `symmetric` adds up rows, whose bits these are.
             row = row * tl.where((names[j] >= 0) & (names[j] < num_src), weights[j], 0.0)
         acc += row
     tl.store(out_ptr + m * H + col, cast_from_float32(acc, out_ptr.dtype.element_ty, INTERPRETED), mask=col < H)
