@@ -117,10 +117,7 @@ def measure_quantized(case: QuantizedCase, session: Session) -> Record:
     flops = shape.flops(case.tokens, "infer")
     # the tensor cores take int8 as fast as fp8
     products = "bf16" if case.scheme in NARROW_SCHEMES else "fp8_row"
-    turns = problems.turns_of(case.tokens) if device.type == "cuda" else 1
-    several = {name: problem.in_a_row(forward, turns) for name, forward in forwards.items()}
-    times = session.time(several, flush_l2=True, graph=device.type == "cuda")
-    times = {name: time / turns for name, time in times.items()}
+    times = session.time_in_a_row(problem, forwards)
     ours_us = times.pop("epmoe")
     return make_record(
         "quantized",

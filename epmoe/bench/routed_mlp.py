@@ -104,9 +104,7 @@ def measure_routed_mlp(case: RoutedMLPCase, session: Session) -> Record:
     flops = problem.shape.flops(case.tokens, case.mode)
     captured = session.device.type == "cuda" and not is_train(case.mode) and not case.eager
     if captured:
-        turns = problems.turns_of(case.tokens)
-        several = {name: problem.in_a_row(one, turns) for name, one in ({"epmoe": forward} | others).items()}
-        times = {name: time / turns for name, time in session.time(several, flush_l2=True, graph=True).items()}
+        times = session.time_in_a_row(problem, {"epmoe": forward} | others)
     else:
         times = session.time(calls, flush_l2=not is_train(case.mode))
     named = dataclasses.asdict(dataclasses.replace(case, experts=kernel.experts.name))

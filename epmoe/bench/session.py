@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from epmoe.bench import records
-from epmoe.bench.problem import Problem, Tokens, make_tokens, make_weights
+from epmoe.bench.problem import Forward, Problem, Tokens, make_tokens, make_weights, turns_of
 from epmoe.bench.records import Record
 from epmoe.bench.shapes import Shape, named_shape
 from epmoe.bench.timing import Call, Ceilings, burst_us, interleaved_us, measure_ceilings, sustained_us
@@ -85,6 +85,14 @@ class Session:
             flush_l2=flush_l2,
             graph=graph,
         )
+
+    def time_in_a_row(self, problem: Problem, forwards: Mapping[str, Forward]) -> dict[str, float]:
+        """Microseconds of one forward of each without autograd: on CUDA from graphs of as many as `turns_of` says, no
+        call finding its weights in the L2 cache (`Problem.in_a_row`)."""
+        cuda = self.device.type == "cuda"
+        turns = turns_of(problem.x.shape[0]) if cuda else 1
+        calls = {name: problem.in_a_row(forward, turns) for name, forward in forwards.items()}
+        return {name: time / turns for name, time in self.time(calls, flush_l2=True, graph=cuda).items()}
 
     def burst(self, calls: Mapping[str, Call]) -> dict[str, float]:
         """`burst_us` with this run's settings."""

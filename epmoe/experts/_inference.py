@@ -74,10 +74,10 @@ class InferencePath:
         """Combine weights and sums."""
         self.check(rows, weights)
         self._refuse_gradients(rows, weights)
-        strategy: WeightAndReduce = "delegate" if delegate else "contiguous"
+        layout = "batched" if isinstance(rows, BatchedInput) else "standard"
+        strategy: WeightAndReduce = "delegate" if delegate else self.weight_and_reduce[layout]
         space = workspace if may_use_workspace(workspace, rows.x) else None
         if isinstance(rows, BatchedInput):
-            strategy = "delegate" if delegate else "batched"
             return ExpertOutput(self._batched(rows, weights, space), strategy, rows.slot, rows.slot_weights)
         y, slot = self._pairs(rows, weights, space)
         return ExpertOutput(y, strategy, slot, None if self.spec.weight_on_input else rows.topk_weights)

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from epmoe.comm.workspace import Workspace
 from epmoe.config import Activation
+from epmoe.dispatch import make_dispatcher
 from epmoe.dispatch.base import BatchedInput, ExpertInput, Layout
-from epmoe.experts import ExpertsSpec, ExpertWeights
+from epmoe.experts import ExpertsSpec, ExpertWeights, select_experts
+from epmoe.kernel import MoEKernel
+from epmoe.placement import ExpertPlacement
 
 E, K, H, I = 6, 2, 192, 80  # noqa: E741  (neither is a multiple of a scale block)
 OWNED = [0, 2, 3, 5]  # experts of this rank; nobody chooses 3
@@ -94,3 +99,27 @@ def row_error(got: Tensor, want: Tensor) -> float:
     zero = (want == 0).all(-1)
     assert not got[zero].any()
     return ((got.double() - want).norm(dim=-1) / want.norm(dim=-1))[~zero].max().item() if (~zero).any() else 0.0
+
+
+def peaks_on_a_gpu(experts: str, scheme: str, quantized: Callable[[Tensor, Tensor], ExpertWeights]) -> tuple[int, int]:
+    """Of a forward in a planned workspace: the peak that `memory_plan` predicts, and the allocator's."""
+    h, i, e, k, m = 2048, 768, 32, 4, 4096
+    spec = ExpertsSpec(Activation(), h, i, torch.bfloat16, torch.device("cuda"), scheme=scheme)
+    moves = make_dispatcher("local", None, ExpertPlacement.contiguous(e, 1), "cuda")
+    kernel = MoEKernel(moves, select_experts(spec, experts).experts, workspace=Workspace(spec.device))
+    weights = quantized(*(torch.randn(e, n, d, device="cuda") for n, d in ((2 * i, h), (h, i))))
+    x = torch.randn(m, h, device="cuda", dtype=torch.bfloat16)
+    ids = torch.rand(m, e, device="cuda").argsort(1)[:, :k].int()
+    rows = (x, ids, torch.rand(m, k, device="cuda"), weights)
+    with torch.no_grad():
+        kernel(*rows)  # compiles
+        kernel.workspace = Workspace(spec.device)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out = kernel(*rows)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+    del out
+    return kernel.memory_plan(m, k).peak, peak

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from epmoe import Activation, ExpertPlacement, ExpertsSpec, ExpertWeights, MoEKernel, make_dispatcher, select_experts
 from epmoe.comm.workspace import Workspace
@@ -15,6 +17,7 @@ from epmoe.ops.quantize_blocks import BLOCK
 from epmoe.ops.scaled_gemm_into import scaled_grouped_gemm_act_into, scaled_grouped_gemm_into
 from epmoe.quant import quantize_weights
 from epmoe.testing import poisoned_empty
+from tests.experts.quantized_cases import peaks_on_a_gpu
 
 E, H, I, K = 3, 160, 144, 2
 CASES = [
@@ -124,31 +127,13 @@ def test_buffers_that_do_not_fit_are_named() -> None:
         scaled_grouped_gemm_into(torch.empty(5, H + 1, dtype=torch.bfloat16), *w2)
 
 
-def gpu_peak(scheme: str) -> tuple[int, int]:
-    h, i, e, k, m = 2048, 768, 32, 4, 4096
-    spec = ExpertsSpec(Activation(), h, i, torch.bfloat16, torch.device("cuda"), scheme=scheme)
-    moves = make_dispatcher("local", None, ExpertPlacement.contiguous(e, 1), "cuda")
-    kernel = MoEKernel(moves, select_experts(spec, "grouped_fp8").experts, workspace=Workspace(spec.device))
-    q1, q2 = (quantize_weights(torch.randn(e, n, d, device="cuda"), scheme) for n, d in ((2 * i, h), (h, i)))
-    weights = ExpertWeights(q1.values, q2.values, gate_up_scale=q1.scales, down_scale=q2.scales)
-    x = torch.randn(m, h, device="cuda", dtype=torch.bfloat16)
-    rows = (x, torch.rand(m, e, device="cuda").argsort(1)[:, :k].int(), torch.rand(m, k, device="cuda"), weights)
-    with torch.no_grad():
-        kernel(*rows)  # compiles
-        kernel.workspace = Workspace(spec.device)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        out = kernel(*rows)
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
-    del out
-    return kernel.memory_plan(m, k).peak, peak
+def quantized(scheme: str, w1: Tensor, w2: Tensor) -> ExpertWeights:
+    q1, q2 = (quantize_weights(w, scheme) for w in (w1, w2))
+    return ExpertWeights(q1.values, q2.values, gate_up_scale=q1.scales, down_scale=q2.scales)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["fp8_block", "fp8_row"])
 def test_the_predicted_peak_is_the_allocators(scheme: str) -> None:
-    plan, peak = gpu_peak(scheme)
+    plan, peak = peaks_on_a_gpu("grouped_fp8", scheme, functools.partial(quantized, scheme))
     assert abs(plan - peak) <= 0.04 * peak, (plan, peak)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -19,7 +20,7 @@ from epmoe.placement import ExpertPlacement
 from epmoe.quant import NARROW_SCHEMES, NarrowWeights, dequantize_narrow, quantize_narrow
 from epmoe.testing import poisoned_empty
 from tests import naive
-from tests.experts.quantized_cases import Case, H, I, K, draw, row_error
+from tests.experts.quantized_cases import Case, H, I, K, draw, peaks_on_a_gpu, row_error
 
 # Relative L2 of any one row: the activation leaves GEMM1 in bf16, the result is rounded again; integers with scales for
 # 32 columns are multiplied by them in bf16.
@@ -205,33 +206,14 @@ def test_a_workspace_changes_no_bit_whatever_it_held_and_is_as_large_as_planned(
             planned(*[torch.cat([t, t]) for t in rows[:3]], rows[3])
 
 
-def gpu_peak(scheme):
-    h, i, e, k, m = 2048, 768, 32, 4, 4096
-    spec = ExpertsSpec(Activation(), h, i, torch.bfloat16, torch.device("cuda"), scheme=scheme)
-    moves = make_dispatcher("local", None, ExpertPlacement.contiguous(e, 1), "cuda")
-    kernel = MoEKernel(moves, select_experts(spec, "weight_only").experts, workspace=Workspace(spec.device))
-    q1, q2 = (quantize_narrow(torch.randn(e, n, d, device="cuda"), scheme) for n, d in ((2 * i, h), (h, i)))
-    x = torch.randn(m, h, device="cuda", dtype=torch.bfloat16)
-    ids = torch.rand(m, e, device="cuda").argsort(1)[:, :k].int()
-    rows = (x, ids, torch.rand(m, k, device="cuda"), ExpertWeights(**fields(q1, q2)))
-    with torch.no_grad():
-        kernel(*rows)  # compiles
-        kernel.workspace = Workspace(spec.device)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        out = kernel(*rows)
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
-    del out
-    return kernel.memory_plan(m, k).peak, peak
+def quantized(scheme, w1, w2):
+    return ExpertWeights(**fields(*(quantize_narrow(w, scheme) for w in (w1, w2))))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["int4_g128", "mxfp4"])
 def test_the_predicted_peak_is_the_allocators(scheme):
-    plan, peak = gpu_peak(scheme)
+    plan, peak = peaks_on_a_gpu("weight_only", scheme, functools.partial(quantized, scheme))
     assert abs(plan - peak) <= 0.04 * peak, (plan, peak)
 
 
