@@ -138,7 +138,7 @@ class WithLora(nn.Module):
         assert self.lora_gate_up_b is not None and self.lora_down_b is not None
         self.lora_gate_up_b.zero_()
         self.lora_down_b.zero_()
-        seed = int(torch.randint(2**62, ()))
+        seed = int(torch.randint(2**62, (), device="cpu"))
         generator = torch.Generator(self.lora_gate_up_a.device)
         for local, expert in enumerate(self.local_experts):
             generator.manual_seed(seed + expert)

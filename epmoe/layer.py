@@ -284,7 +284,7 @@ class MoELayer(WithLora, WithQuantizedExperts):
         for bias in (self.gate_up_bias, self.down_bias):
             if bias is not None:
                 bias.zero_()
-        seed = int(torch.randint(2**62, ()))
+        seed = int(torch.randint(2**62, (), device="cpu"))
         generator = torch.Generator(self.gate_up_proj.device)
         for local, expert in enumerate(self.local_experts):
             generator.manual_seed(seed + expert)

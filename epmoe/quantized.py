@@ -350,7 +350,7 @@ def version_of(parameter: Tensor) -> int:
 def numbers_of(name: str, value: object) -> Tensor:
     """A number, numbers or a tensor of them as float32."""
     try:
-        return torch.as_tensor(value, dtype=torch.float32)
+        return torch.as_tensor(value, dtype=torch.float32, device=value.device if isinstance(value, Tensor) else "cpu")
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"{said(name, value)}: must be a number, or a tensor of numbers") from None
 

@@ -28,7 +28,7 @@ class SimulatedRouter:
         if not 1 <= top_k <= len(popularity):
             raise ValueError(f"top_k={top_k}: must be in [1, num_experts={len(popularity)}]")
         self.name, self.num_experts, self.top_k, self.seed = name, len(popularity), top_k, seed
-        self.popularity = torch.tensor(popularity, dtype=torch.float64)
+        self.popularity = torch.tensor(popularity, dtype=torch.float64, device="cpu")
 
     def __call__(self, x: torch.Tensor) -> Routing:
         self.popularity = self.popularity.to(x.device)

@@ -210,7 +210,7 @@ def _most(dispatcher: str, tokens: int) -> dict[str, int]:
 
 def _tokens(case: ModelCase, vocabulary: int, rank: int) -> Tensor:
     """This rank's M or B tokens, on the CPU."""
-    return torch.randint(vocabulary, (case.tokens,), generator=torch.Generator().manual_seed(1 + rank))
+    return torch.randint(vocabulary, (case.tokens,), device="cpu", generator=torch.Generator().manual_seed(1 + rank))
 
 
 def _training(name: str, model: Any, case: ModelCase, session: Session) -> Step:

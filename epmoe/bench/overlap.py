@@ -181,7 +181,7 @@ class UnmovedRows(Dispatcher):
         return self.of.traffic(num_tokens, top_k)
 
     def rows_by_rank(self, handle: Layout) -> Tensor:
-        return torch.zeros(2, 1, dtype=torch.int64)
+        return torch.zeros(2, 1, dtype=torch.int64, device="cpu")
 
 
 class Model:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -159,15 +160,17 @@ def layer_is_right(rank: int, world_size: int, dispatcher: str, experts: str, dt
     tokens = [5 + 3 * r for r in range(world_size)]
     mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
     g = torch.Generator().manual_seed(0)
-    ids = torch.rand(sum(tokens), NUM_EXPERTS, generator=g).topk(TOP_K).indices.to(torch.int32)
+    normal = functools.partial(torch.randn, generator=g, device="cpu")
+    uniform = functools.partial(torch.rand, generator=g, device="cpu")
+    ids = uniform(sum(tokens), NUM_EXPERTS).topk(TOP_K).indices.to(torch.int32)
     ids[0, 0] = -1
     data = {
-        "x": torch.randn(sum(tokens), HIDDEN, generator=g).to(kind),
-        "topk_weights": torch.rand(sum(tokens), TOP_K, generator=g).to(torch.promote_types(kind, torch.float32)),
-        "gate_up_proj": (torch.randn(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=g) * HIDDEN**-0.5).to(kind),
-        "down_proj": (torch.randn(NUM_EXPERTS, HIDDEN, INTERMEDIATE, generator=g) * INTERMEDIATE**-0.5).to(kind),
+        "x": normal(sum(tokens), HIDDEN).to(kind),
+        "topk_weights": uniform(sum(tokens), TOP_K).to(torch.promote_types(kind, torch.float32)),
+        "gate_up_proj": (normal(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN) * HIDDEN**-0.5).to(kind),
+        "down_proj": (normal(NUM_EXPERTS, HIDDEN, INTERMEDIATE) * INTERMEDIATE**-0.5).to(kind),
     }
-    dout = torch.randn(sum(tokens), HIDDEN, generator=g).to(kind)
+    dout = normal(sum(tokens), HIDDEN).to(kind)
     exact = {name: tensor.double().clone().requires_grad_() for name, tensor in data.items()}
     want = reference(exact["x"], ids, exact["topk_weights"], exact["gate_up_proj"], exact["down_proj"])
     want.backward(dout.double())
@@ -208,11 +211,11 @@ def layer_is_right(rank: int, world_size: int, dispatcher: str, experts: str, dt
 def _monolithic_is_right(experts: str, spec: ExpertsSpec) -> str:
     """The same of experts that route for themselves: from router logits to the output, without a gradient."""
     started = time.monotonic()
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(7, HIDDEN, generator=g).to(spec.dtype)
-    logits = torch.randn(7, NUM_EXPERTS, generator=g)
-    w1 = (torch.randn(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=g) * HIDDEN**-0.5).to(spec.dtype)
-    w2 = (torch.randn(NUM_EXPERTS, HIDDEN, INTERMEDIATE, generator=g) * INTERMEDIATE**-0.5).to(spec.dtype)
+    normal = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
+    x = normal(7, HIDDEN).to(spec.dtype)
+    logits = normal(7, NUM_EXPERTS)
+    w1 = (normal(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN) * HIDDEN**-0.5).to(spec.dtype)
+    w2 = (normal(NUM_EXPERTS, HIDDEN, INTERMEDIATE) * INTERMEDIATE**-0.5).to(spec.dtype)
     routing = route(logits, RouterConfig(), TOP_K)
     want = reference(x.double(), routing.topk_ids, routing.topk_weights.double(), w1.double(), w2.double())
     dispatcher = make_dispatcher("local", None, ExpertPlacement.contiguous(NUM_EXPERTS, 1), spec.device)

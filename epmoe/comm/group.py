@@ -264,7 +264,8 @@ class EPGroup:
         key = values.shape, values.dtype
         if key not in self._landings:
             with torch.inference_mode(False):  # it outlives the call that makes it
-                self._landings[key] = torch.empty(values.shape, dtype=values.dtype, pin_memory=True), torch.cuda.Event()
+                landing = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+                self._landings[key] = landing, torch.cuda.Event()
         host, arrived = self._landings[key]
         host.copy_(values, non_blocking=True)
         arrived.record(torch.cuda.current_stream(values.device))

@@ -186,7 +186,7 @@ class Channel:
         self.peers = tuple(buffer.view(torch.int32) for buffer in buffers)
         self.peers16 = tuple(buffer.view(torch.int16) for buffer in buffers)
         self.clock = torch.ones(CLOCKS, dtype=torch.int32, device=ep.device)
-        self.fault = torch.zeros(1, dtype=torch.int32, pin_memory=ep.device.type == "cuda")
+        self.fault = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=ep.device.type == "cuda")
         self._fault_seen = self.fault.numpy()
         self.dead = torch.zeros(1, dtype=torch.int32, device=ep.device)
         self.turn = 1  # the epoch of the torch twins

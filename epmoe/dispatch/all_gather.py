@@ -110,4 +110,4 @@ class AllGatherDispatcher(ExchangeDispatcher):
 
     def rows_by_rank(self, handle: Layout) -> Tensor:
         assert isinstance(handle, AllGatherLayout)
-        return self.but_for_itself(torch.full((2, self.ep.num_ranks), handle.capacity))
+        return self.but_for_itself(torch.full((2, self.ep.num_ranks), handle.capacity, device="cpu"))

@@ -37,7 +37,11 @@ class AllToAllLayout(Layout):
     @property
     def rows(self) -> Tensor:
         """`splits` as a tensor."""
-        return self.splits if isinstance(self.splits, Tensor) else torch.tensor(self.splits, dtype=torch.int64)
+        return (
+            self.splits
+            if isinstance(self.splits, Tensor)
+            else torch.tensor(self.splits, dtype=torch.int64, device="cpu")
+        )
 
     @property
     def numbers(self) -> list[list[int]]:
@@ -139,4 +143,4 @@ class AllToAllDispatcher(ExchangeDispatcher):
 
     def rows_by_rank(self, handle: Layout) -> Tensor:
         assert isinstance(handle, AllToAllLayout)
-        return self.but_for_itself(torch.tensor(handle.numbers))
+        return self.but_for_itself(torch.tensor(handle.numbers, device="cpu"))

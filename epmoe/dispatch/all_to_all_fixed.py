@@ -86,4 +86,4 @@ class FixedAllToAllDispatcher(ExchangeDispatcher):
 
     def rows_by_rank(self, handle: Layout) -> Tensor:
         assert self.max_tokens_per_rank is not None
-        return self.but_for_itself(torch.full((2, self.ep.num_ranks), self.max_tokens_per_rank))
+        return self.but_for_itself(torch.full((2, self.ep.num_ranks), self.max_tokens_per_rank, device="cpu"))

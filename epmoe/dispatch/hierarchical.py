@@ -265,8 +265,10 @@ class HierarchicalDispatcher(ExchangeDispatcher):
     def rows_by_rank(self, handle: Layout) -> Tensor:
         assert isinstance(handle, HierarchicalLayout)
         splits = handle.numbers(self.ep)
-        rows = torch.tensor([splits.sent, splits.relayed])
-        rows[:, list(self.ep.nodes.beside(self.ep.rank))] += torch.tensor([splits.passed_on, splits.received])
+        rows = torch.tensor([splits.sent, splits.relayed], device="cpu")
+        rows[:, list(self.ep.nodes.beside(self.ep.rank))] += torch.tensor(
+            [splits.passed_on, splits.received], device="cpu"
+        )
         return self.but_for_itself(rows)
 
     def link_bytes(self, handle: Layout, row_bytes: int) -> LinkBytes:

@@ -74,4 +74,4 @@ class LocalDispatcher(Dispatcher):
         return Traffic(0, num_tokens, num_tokens * top_k)
 
     def rows_by_rank(self, handle: Layout) -> Tensor:
-        return torch.zeros(2, 1, dtype=torch.int64)
+        return torch.zeros(2, 1, dtype=torch.int64, device="cpu")

@@ -47,7 +47,11 @@ class HierarchicalLayout(Layout):
     @property
     def splits_on_host(self) -> Tensor:
         """`splits` as a tensor."""
-        return self.splits if isinstance(self.splits, Tensor) else torch.tensor(self.splits, dtype=torch.int64)
+        return (
+            self.splits
+            if isinstance(self.splits, Tensor)
+            else torch.tensor(self.splits, dtype=torch.int64, device="cpu")
+        )
 
     def numbers(self, ep: EPGroup) -> Splits:
         """The splits as numbers, by rank."""

@@ -52,7 +52,7 @@ class Overflow:
         if self._counts is None:
             with torch.inference_mode(False):  # they outlive the call that makes them
                 self._counts = torch.zeros(overflow.shape, dtype=torch.int64, device=overflow.device)
-                self._seen = torch.zeros(overflow.shape, dtype=torch.int64, pin_memory=overflow.is_cuda)
+                self._seen = torch.zeros(overflow.shape, dtype=torch.int64, device="cpu", pin_memory=overflow.is_cuda)
         assert self._seen is not None
         self._counts += overflow
         if self.policy == "raise":

@@ -85,7 +85,7 @@ class Experts(ABC):
                 return f"batch_invariant: their sums depend on the batch; use experts={use or 'none'}"
             if spec.lora:
                 return "batch_invariant with LoRA adapters, whose kernels choose by the batch: merge them"
-            kernels = spec.device.type == "cuda" or use_triton(torch.empty(0))
+            kernels = spec.device.type == "cuda" or use_triton(torch.empty(0, device="cpu"))
             if not kernels or spec.dtype == torch.float64:
                 return (
                     f"batch_invariant in {spec.dtype} on {spec.device.type}, where torch multiplies, in an order that "

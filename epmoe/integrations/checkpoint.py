@@ -198,7 +198,7 @@ def _state_tensors(name: str, parameter: nn.Parameter, optimizer: torch.optim.Op
         if value is None:
             continue
         if isinstance(value, int | float):
-            value = torch.tensor(value, dtype=torch.float64)
+            value = torch.tensor(value, dtype=torch.float64, device="cpu")
         if not isinstance(value, Tensor) or (value.shape != parameter.shape and value.numel() != 1):
             kind = f"tensor {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
@@ -299,7 +299,7 @@ class _Reader:
     def read(self, name: str, parameter: str, out: Tensor) -> None:
         """Copies tensor `name`, laid out like `parameter`, into `out`."""
         if isinstance(out, DTensor):
-            whole = torch.empty(out.shape, dtype=out.dtype)
+            whole = torch.empty(out.shape, dtype=out.dtype, device="cpu")
             self.read(name, parameter, whole)
             keep_own_part(out, whole)
             return

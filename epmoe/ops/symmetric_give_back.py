@@ -307,7 +307,9 @@ def give_back_reference(
             theirs = slice(r * capacity, (r + 1) * capacity)
             slots.view(capacity, slot_bytes)[:, :size][here[theirs]] = message[theirs][here[theirs]]
         channel.announce(0, code)
-        sums = [torch.zeros(M, t.shape[1], dtype=torch.promote_types(t.dtype, torch.float32)) for t in parts]
+        sums = [
+            torch.zeros(M, t.shape[1], dtype=torch.promote_types(t.dtype, torch.float32), device="cpu") for t in parts
+        ]
         for r in range(R):
             if r != rank:
                 channel.announced(r, code)

@@ -331,7 +331,7 @@ def send_rows_reference(
             count = M if source == rank else channel.announced(source, code)
             row = source * capacity
             slots = channel.half(rank, turn).narrow(0, row * slot, count * slot).view(count, slot)
-            ends = torch.tensor([t.shape[1] for t in parts]).cumsum(0).tolist()
+            ends = torch.tensor([t.shape[1] for t in parts], device="cpu").cumsum(0).tolist()
             here = slots[:, ends[-1]] > 0 if came is None else (came[row : row + count] >= 0).any(1)
             for t, begin, end in zip(arrived, [0, *ends], ends, strict=False):
                 t[row : row + count][here] = slots[:, begin:end][here]

@@ -218,7 +218,7 @@ def _run(
     fn: Callable[..., Any], arguments: list[Any], device: torch.device, interleave: bool, randomness: bool
 ) -> list[Any]:
     before = ThreadState(device, randomness)
-    seeds = torch.randint(2**62, (len(arguments),)).tolist() if randomness else [0] * len(arguments)
+    seeds = torch.randint(2**62, (len(arguments),), device="cpu").tolist() if randomness else [0] * len(arguments)
     if randomness:
         before = ThreadState(device, randomness)  # the seeds moved the generator on
     results: list[Any] = [None] * len(arguments)

@@ -19,7 +19,7 @@ def e4m3_numbers() -> Tensor:
     each power of two, the last one 448."""
     steps = [m * 2.0**-9 for m in range(8)]
     steps += [(8 + m) * 2.0 ** (e - 3) for e in range(-6, 9) for m in range(8)]
-    return torch.tensor(steps[:-1], dtype=torch.float64)  # what would be 480 is NaN
+    return torch.tensor(steps[:-1], dtype=torch.float64, device="cpu")  # what would be 480 is NaN
 
 
 def round_to_e4m3(x: Tensor) -> Tensor:
@@ -48,6 +48,6 @@ def quantize_group(x: Tensor, scheme: str) -> tuple[Tensor, float]:
         return torch.zeros_like(x, dtype=torch.float64), amax
     scale = max(amax / form.largest, 2.0**-126) if amax > 0 else 1.0
     if form.power_of_two and amax > 0:
-        scale = 2.0 ** math.ceil(math.log2(torch.tensor(scale, dtype=torch.float32).item()))
+        scale = 2.0 ** math.ceil(math.log2(torch.tensor(scale, dtype=torch.float32, device="cpu").item()))
     scaled = x.double() / scale
     return (round_to_int8 if form.dtype == torch.int8 else round_to_e4m3)(scaled), scale

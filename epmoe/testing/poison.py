@@ -42,7 +42,7 @@ def poison_(tensor: torch.Tensor, value: float = math.nan) -> torch.Tensor:
             most = torch.finfo(dtype).max
             tensor.fill_(value if math.isnan(value) else max(-most, min(value, most)))
         elif dtype is torch.uint8 and not math.isnan(value):
-            word = torch.tensor([value], dtype=torch.float32).view(torch.uint8).to(tensor.device)
+            word = torch.tensor([value], dtype=torch.float32, device="cpu").view(torch.uint8).to(tensor.device)
             tensor.copy_(word.repeat(-(-tensor.numel() // 4))[: tensor.numel()].view(tensor.shape))
         elif dtype is torch.bool:
             tensor.fill_(True)

@@ -143,7 +143,7 @@ class Decoder:
         shape, n = self.shape_for(lengths), len(tokens)
         if n:
             rest = [0] * (self._now.shape[1] - n)
-            self._now.copy_(torch.tensor([[*tokens, *rest], [*lengths, *rest], [*[1] * n, *rest]]))
+            self._now.copy_(torch.tensor([[*tokens, *rest], [*lengths, *rest], [*[1] * n, *rest]], device="cpu"))
         if shape in self._graphs:
             graph, logits = self._graphs[shape]
             graph.replay()

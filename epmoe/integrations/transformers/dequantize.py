@@ -44,9 +44,9 @@ def dequantize_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype, block: tup
         )
     grid = (-(-rows // block[0]), -(-columns // block[1]))
     by_tile = scale.float().reshape(grid)
-    out = torch.empty(weight.shape, dtype=dtype)
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     for first in range(0, rows, _STRIP):
-        lines = torch.arange(first, min(first + _STRIP, rows))
+        lines = torch.arange(first, min(first + _STRIP, rows), device=weight.device)
         by_column = by_tile[lines // block[0]].repeat_interleave(block[1], 1)[:, :columns]
         out[lines] = (weight[first : first + _STRIP].float() * by_column).to(dtype)
     return out
@@ -67,9 +67,9 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
             f"MXFP4 blocks {blocks.dtype} {tuple(blocks.shape)} with scales {scales.dtype} {tuple(scales.shape)}: must "
             "be uint8 [N, G, 16] and uint8 [N, G]"
         )
-    table = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)])
+    table = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], device=blocks.device)
     rows, groups = scales.shape
-    out = torch.empty(rows, groups * 32, dtype=dtype)
+    out = torch.empty(rows, groups * 32, dtype=dtype, device=blocks.device)
     for first in range(0, rows, _STRIP):
         strip = blocks[first : first + _STRIP].int()
         values = table[torch.stack((strip & 15, strip >> 4), dim=-1)].flatten(-2)

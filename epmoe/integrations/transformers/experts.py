@@ -96,7 +96,7 @@ class RoutedExperts(MoELayer):
                     self.load_experts({our: row[None]}, [expert])
             return
         everything = self.local_experts == tuple(range(self.config.num_experts))
-        ids = torch.tensor(self.local_experts)
+        ids = torch.tensor(self.local_experts, device="cpu")
         for our, tensor in _described(original, self.preset, self.name).items():
             mine = tensor if everything else tensor.detach()[ids.to(tensor.device)]
             mine = to_ours(self.preset.tensors, our, mine)
