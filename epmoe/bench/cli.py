@@ -217,7 +217,7 @@ def overlap(
     mode: Modes = "infer,train",
     dispatcher: Dispatchers = "all_to_all",
     layers: Annotated[int, typer.Option(min=1, help="Blocks of a step.")] = 4,
-    graph: Annotated[bool, typer.Option("--graph", help="Time CUDA graphs: infer, dispatchers that capture.")] = False,
+    graph: Annotated[bool, typer.Option("--graph", help="Time CUDA graphs; dispatchers that capture.")] = False,
     routing: Routings = "uniform",
     traces: Annotated[Path | None, typer.Option(help="Folder for a timeline of each way to run a step.")] = None,
     out: Out = None,

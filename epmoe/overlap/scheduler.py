@@ -84,7 +84,8 @@ def run_microbatched(
         min_tokens: see `MinTokens`, which "auto" stands for; a number serves both phases; None: always split.
         interleave: False runs the parts one after another: the same bits, nothing overlaps.
         randomness: give each part a random generator of its own, seeded from torch's default one, so that interleaving
-            changes no dropout; None: while gradients are recorded.
+            changes no dropout; None: while gradients are recorded, but not while a CUDA graph is captured, which can't
+            make any.
 
     Under FSDP2 use `reshard_after_forward=False`: a part that ends would take away weights that another is using, which
     is an error that says so. Before torch 2.13 the same goes for backward: `set_reshard_after_backward(False)`, and
@@ -92,7 +93,7 @@ def run_microbatched(
 
     Raises:
         ValueError: sizes that do not fit, a call inside another, ranks that disagree on the number of parts, or
-            `min_tokens` without `ep` around layers on several ranks.
+            `min_tokens` without `ep` around layers on several ranks, or `randomness=True` while a graph is captured.
         Exception: what a part raised; the other parts are ended.
     """
     if not HAVE_GREENLET:
@@ -132,7 +133,10 @@ def run_microbatched(
         for part, piece in zip(parts, pieces, strict=True):
             part.append(piece)
     arguments = [pytree.tree_unflatten(part, spec) for part in parts]
-    own_generators = torch.is_grad_enabled() if randomness is None else randomness
+    capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
+    if randomness and capturing:
+        raise ValueError("randomness=True while a CUDA graph is captured, which can make no generators: leave it None")
+    own_generators = torch.is_grad_enabled() and not capturing if randomness is None else randomness
     with split_like(splitting):
         results = _run(fn, arguments, first.device, interleave, own_generators)
     return (merge or concatenate)(results)

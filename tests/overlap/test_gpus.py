@@ -109,6 +109,48 @@ def test_a_microbatched_forward_is_one_graph(dispatcher: str, copies: bool, seed
     assert run_ranks(captured, 2, args=(dispatcher, copies, seed), backend="nccl", timeout=150) == [[True] * 6] * 2
 
 
+def captured_step(rank: int, ranks: int, dispatcher: str, copies: bool, seed: int) -> list[bool]:
+    """Captures a microbatched step of training once, then replays with other inputs between eager steps."""
+    ep, equal, tokens = EPGroup(timeout=60), [], 64
+    ep.beside.copies = copies
+    torch.manual_seed(seed)
+    stack = Stack(ep, dispatcher, tokens)
+    generator = torch.Generator("cuda").manual_seed(seed + rank)
+    static = torch.randn(tokens, H, generator=generator, device="cuda").bfloat16().requires_grad_()
+    for _ in range(3):
+        step(stack, static.detach(), True)
+    torch.cuda.synchronize()
+    with pytest.raises(ValueError, match="randomness=True while a CUDA graph is captured"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            run_microbatched(stack, static, randomness=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run_microbatched(stack, static)
+        y.float().square().sum().backward()
+    leaves = [static, *(p for p in stack.parameters() if p.grad is not None)]
+    got = [y.detach(), *(leaf.grad for leaf in leaves)]
+    for leaf in leaves:
+        leaf.grad = None
+    for _ in range(6):
+        fresh = torch.randn(tokens, H, generator=generator, device="cuda").bfloat16()
+        want = step(stack, fresh, True)
+        with torch.no_grad():
+            static.copy_(fresh)
+        for tensor in got:
+            tensor.fill_(float("nan"))
+        graph.replay()
+        equal.append(len(got) == len(want) and all(torch.equal(a, b) for a, b in zip(got, want, strict=True)))
+    torch.cuda.synchronize()
+    return equal
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "copies"), [("all_to_all_fixed", False), ("all_to_all_fixed", True), ("symmetric", False)]
+)
+def test_a_microbatched_step_of_training_is_one_graph(dispatcher: str, copies: bool, seed: int) -> None:
+    assert run_ranks(captured_step, 2, args=(dispatcher, copies, seed), backend="nccl", timeout=150) == [[True] * 6] * 2
+
+
 def side_by_side(rank: int, ranks: int, dispatcher: str, copies: bool, seed: int) -> list[dict[str, float]]:
     """Timelines of a graph of one part after the other and of both in turn: there the host can't be what is late."""
     ep, made, tokens = EPGroup(timeout=60), [], 8192
