@@ -1,226 +1,27 @@
-"""Each mistake a user can make gets an error that names what to change: a test per message."""
+"""Mistakes in what is handed to a layer or a kernel get an error that names what to change: a test per message."""
 
 from __future__ import annotations
 
-import dataclasses
-import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from epmoe import (
-    Activation,
     EPGroup,
     ExpertPlacement,
-    ExpertsSpec,
     ExpertWeights,
     MoEConfig,
     MoEKernel,
     MoELayer,
-    QuantConfig,
-    Router,
     RouterConfig,
     make_dispatcher,
-    quantize_,
     select_experts,
 )
 from epmoe.dispatch import DISPATCHERS, RowSpec
-from epmoe.experts import EXPERTS, TRAINING_EXPERTS, select_experts_impl
-from epmoe.overlap import MinTokens, run_microbatched
-from epmoe.testing import RankFailed, run_ranks
-
-SMALL: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_experts": 6, "top_k": 2}
-CONFIG, FP8 = MoEConfig(**SMALL), QuantConfig("fp8_block")
-SPEC = ExpertsSpec(Activation(), 16, 24, torch.float32, torch.device("cpu"))
-
-
-def raises(*parts: str) -> Any:
-    return pytest.raises(ValueError, match=".*".join(re.escape(part) for part in parts))
-
-
-@pytest.mark.parametrize(("wrong", "parts"), [
-    ({"hidden_size": 0}, ["MoEConfig.hidden_size=0", "an int > 0"]),
-    ({"intermediate_size": 2.5}, ["MoEConfig.intermediate_size=2.5", "an int > 0"]),
-    ({"num_experts": True}, ["MoEConfig.num_experts=True", "an int > 0"]),
-    ({"top_k": 7}, ["MoEConfig.top_k=7", "at most num_experts=6"]),
-    ({"latent_size": -1}, ["MoEConfig.latent_size=-1"]),
-    ({"activation": "swish"}, ["activation='swish'", "one of swiglu, geglu"]),
-    ({"activation_limit": 7.0}, ["activation_limit=7.0", "'swiglu' has no clamp"]),
-    ({"activation_alpha": 1.7}, ["activation_alpha=1.7", "'swiglu' does not read it"]),
-    ({"activation": "swiglu_oai", "activation_limit": -1.0}, ["activation_limit=-1.0", "> 0"]),
-    ({"num_shared_experts": -1}, ["MoEConfig.num_shared_experts=-1"]),
-    ({"shared_expert_gate": True}, ["MoEConfig.shared_expert_gate=True", "num_shared_experts=0"]),
-    ({"placement": "random"}, ["MoEConfig.placement='random'", "contiguous, strided"]),
-    ({"placement": None}, ["MoEConfig.placement=None", "an ExpertPlacement, or one tuple of expert ids per rank"]),
-    ({"placement": (3, 4)}, ["MoEConfig.placement=(3, 4)", "one tuple of expert ids per rank"]),
-    ({"placement": ExpertPlacement.contiguous(4, 2)}, ["no rank owns expert 4", "num_experts=6"]),
-    ({"num_shared_experts": True}, ["MoEConfig.num_shared_experts=True", "an int >= 0"]),
-    ({"max_tokens_per_rank": "8"}, ["MoEConfig.max_tokens_per_rank='8'", "an int > 0, or None"]),
-    ({"chunk_tokens": "4"}, ["MoEConfig.chunk_tokens='4'", "an int > 0, or None"]),
-    ({"activation": "swiglu_oai", "activation_alpha": "x"}, ["activation_alpha='x'", "a finite number"]),
-    ({"activation": "swiglu_oai", "activation_limit": "7"}, ["activation_limit='7'", "a number > 0"]),
-    ({"activation": "swiglu_oai", "activation_limit": float("nan")}, ["activation_limit=nan", "a number > 0"]),
-    ({"activation": ["swiglu"]}, ["activation=['swiglu']", "one of swiglu, geglu"]),
-    ({"expert_bias": "no"}, ["MoEConfig.expert_bias='no'", "True or False"]),
-    ({"router_weight_on_input": "yes"}, ["MoEConfig.router_weight_on_input='yes'", "True or False"]),
-    ({"num_shared_experts": 1, "shared_expert_gate": "x"}, ["MoEConfig.shared_expert_gate='x'", "True or False"]),
-    ({"main_grad": 1}, ["MoEConfig.main_grad=1", "True or False"]),
-    ({"batch_invariant": None}, ["MoEConfig.batch_invariant=None", "True or False"]),
-    ({"validate": torch.tensor(True)}, ["MoEConfig.validate is a Tensor", "True or False"]),
-    ({"router": "softmax"}, ["MoEConfig.router='softmax'", "a RouterConfig, such as RouterConfig(scoring='softmax')"]),
-    ({"router": None}, ["MoEConfig.router=None", "a RouterConfig"]),
-    ({"router": {"scoring": "softmax"}}, ["MoEConfig.router={'scoring': 'softmax'}", "a RouterConfig"]),
-    ({"quant": "fp8_block"}, ["MoEConfig.quant='fp8_block'", "as QuantConfig('fp8_block')"]),
-    ({"quant": QuantConfig}, ["MoEConfig.quant=<class", "as QuantConfig('fp8_block')"]),
-    ({"dispatch_scheme": "fp8"}, ["MoEConfig.dispatch_scheme='fp8'", "one of fp8_block", "None for rows as they are"]),
-    ({"dispatcher": "pigeon"}, ["MoEConfig.dispatcher='pigeon'", "one of auto, local", "symmetric"]),
-    ({"dispatcher": None}, ["MoEConfig.dispatcher=None", "one of auto, local"]),
-    ({"experts": "x"}, ["MoEConfig.experts='x'", "auto, grouped, torch_grouped, batched", "grouped_fp8_train"]),
-    ({"experts": "grouped_fp8"}, ["MoEConfig.experts='grouped_fp8'", "set quant=QuantConfig('fp8_block')"]),
-    ({"experts": "weight_only"}, ["MoEConfig.experts='weight_only'", "set quant=QuantConfig('int4_g32')", "mxfp4"]),
-    ({"overflow": "ignore"}, ["MoEConfig.overflow='ignore'", "one of raise, chunk, drop"]),
-    ({"shared_experts_order": "first"}, ["MoEConfig.shared_experts_order='first'", "auto, before, during, after"]),
-    ({"quant": FP8, "experts": "grouped"}, ["MoEConfig.experts='grouped'", "left unset", "QuantConfig.experts names"]),
-    ({"quant": FP8, "experts": "batched"}, ["MoEConfig.experts='batched'", "expert_capacity gives batched rows"]),
-    ({"quant": QuantConfig("fp8_row", experts="abacus")}, ["QuantConfig.experts='abacus'", "auto, grouped_fp8"]),
-    ({"quant": FP8, "main_grad": True}, ["MoEConfig.main_grad=True", "left unset", "no gradients to add"]),
-    ({"router": RouterConfig(num_groups=4)}, ["MoEConfig.router.num_groups=4", "a divisor of num_experts=6"]),
-    ({"router": RouterConfig(num_groups=3), "top_k": 3}, ["MoEConfig.top_k=3", "at most 2", "topk_groups=1 of 3"]),
-], ids=lambda v: next(iter(v)) if isinstance(v, dict) else "")  # fmt: skip
-def test_a_wrong_config_names_field_value_and_range(wrong: dict[str, Any], parts: list[str]) -> None:
-    with raises(*parts):
-        MoEConfig(**{**SMALL, **wrong})
-
-
-@pytest.mark.parametrize(("wrong", "parts"), [
-    ({"scoring": "softmin"}, ["RouterConfig.scoring='softmin'", "softmax"]),
-    ({"group_score": "mean"}, ["RouterConfig.group_score='mean'", "max or top2_sum"]),
-    ({"num_groups": 2, "topk_groups": 3}, ["RouterConfig.topk_groups=3", "at most num_groups=2"]),
-    ({"scaling_factor": 0.0}, ["RouterConfig.scaling_factor=0.0"]),
-    ({"dtype": torch.bfloat16}, ["RouterConfig.dtype=torch.bfloat16", "torch.float32"]),
-    ({"scaling_factor": "x"}, ["RouterConfig.scaling_factor='x'", "a number, finite and not 0"]),
-    ({"num_groups": "2"}, ["RouterConfig.num_groups='2'", "an int > 0"]),
-    ({"renormalize": "no"}, ["RouterConfig.renormalize='no'", "True or False"]),
-    ({"bias": 1}, ["RouterConfig.bias=1", "True or False"]),
-    ({"selection_bias": torch.zeros(6)}, ["RouterConfig.selection_bias is a Tensor", "True or False"]),
-], ids=lambda v: next(iter(v)) if isinstance(v, dict) else "")  # fmt: skip
-def test_a_wrong_router_config_names_field_value_and_range(wrong: dict[str, Any], parts: list[str]) -> None:
-    with raises(*parts):
-        RouterConfig(**wrong)
-
-
-@pytest.mark.parametrize(("wrong", "parts"), [
-    ({"dispatcher": "carrier_pigeon"}, ["dispatcher='carrier_pigeon'", "all_to_all"]),
-    ({"dispatcher": "all_to_all"}, ["dispatcher='all_to_all' needs an EPGroup", "'local'"]),
-    ({"experts": "abacus"}, ["experts='abacus'", "auto, grouped"]),
-    ({"placement": ((0, 1, 2), (3, 4, 5))}, ["lists 2 ranks but all experts are to be on 1", "an EPGroup of 2 ranks"]),
-    ({"placement": ((0, 1, 2, 3, 4),)}, ["5"]),
-    ({"hidden_size": 81, "experts": "torch_grouped"}, ["torch_grouped", "hidden_size=81", "experts='grouped'"]),
-    ({"intermediate_size": 3, "experts": "torch_grouped"}, ["torch_grouped", "intermediate_size=3"]),
-], ids=lambda v: next(iter(v)) if isinstance(v, dict) else "")  # fmt: skip
-def test_a_layer_that_cannot_be_built_says_why(wrong: dict[str, Any], parts: list[str]) -> None:
-    with raises(*parts):
-        MoELayer(MoEConfig(**{**SMALL, **wrong}))
-
-
-@pytest.mark.parametrize(("make", "parts"), [
-    (lambda: MoELayer(SMALL), ["config={'hidden_size': 16", "a MoEConfig"]),  # type: ignore[arg-type]
-    (lambda: MoELayer(CONFIG, 2), ["ep=2", "an EPGroup, or None"]),  # type: ignore[arg-type]
-    (lambda: MoELayer(CONFIG, router=3), ["router=3", "a module or function of x"]),  # type: ignore[arg-type]
-    (lambda: MoELayer(CONFIG, router="softmax"), ["router='softmax'", "MoEConfig(router="]),  # type: ignore[arg-type]
-    (lambda: MoELayer(CONFIG, dtype="float32"), ["dtype='float32'", "torch.float32"]),  # type: ignore[arg-type]
-    (lambda: MoELayer(CONFIG, device="gpu"), ["device='gpu'", "cpu, cuda, cuda:N or meta"]),
-    (lambda: MoELayer(CONFIG, device="cuda:99"), ["device='cuda:99'", "must be c"]),
-    (lambda: Router(RouterConfig(), 16, 6, 2, device="gpu"), ["device='gpu'", "cpu, cuda"]),
-    (lambda: Router("softmax", 16, 6, 2), ["config='softmax'", "a RouterConfig"]),  # type: ignore[arg-type]
-    (lambda: Router(RouterConfig(), 16, 6.0, 2), ["num_experts=6.0", "an int > 0"]),  # type: ignore[arg-type]
-    (lambda: quantize_(MoELayer(CONFIG), "fp8_block"), ["config='fp8_block'", "as QuantConfig('fp8_block')"]),  # type: ignore[arg-type]
-    (lambda: quantize_(MoELayer(CONFIG), QuantConfig), ["config=<class", "a QuantConfig, such"]),  # type: ignore[arg-type]
-    (lambda: quantize_(CONFIG, FP8), ["module is a MoEConfig", "a MoELayer"]),  # type: ignore[arg-type]
-    (lambda: quantize_(MoELayer(MoEConfig(**SMALL, experts="grouped")), FP8), ["layer 'moe'", "experts='grouped'"]),
-    (lambda: quantize_(MoELayer(MoEConfig(**SMALL, dispatch_scheme="int8_row")), FP8),
-     ["layer 'moe'", "dispatch_scheme='int8_row'", "rows in 'fp8_block'", "activations='int8_row'"]),
-    (lambda: select_experts(CONFIG), ["spec is a MoEConfig", "an ExpertsSpec"]),  # type: ignore[arg-type]
-    (lambda: select_experts(SPEC, "x"), ["experts='x'", "auto, grouped", "grouped_fp8_train"]),
-    (lambda: select_experts(SPEC, "weight_only"), ["the weights are not quantized", "QuantConfig('int4_g32')"]),
-    (lambda: select_experts(SPEC, 3), ["experts=3", "the name of a kind"]),  # type: ignore[arg-type]
-    (lambda: select_experts_impl(CONFIG, device="gpu", dtype=torch.float32), ["device='gpu'", "cpu, cuda"]),
-    (lambda: dispatcher("auto", placement=6), ["placement=6", "an ExpertPlacement"]),
-    (lambda: dispatcher("auto", device="gpu"), ["device='gpu'", "cpu, cuda"]),
-    (lambda: dispatcher("auto", ep=2), ["ep=2", "an EPGroup"]),
-    (lambda: dispatcher("auto", placement=ExpertPlacement.contiguous(6, 2)), ["for 2 ranks", "without an EPGroup"]),
-    *((lambda n=n: dispatcher("symmetric", max_tokens_per_rank=n), [f"max_tokens_per_rank={n!r}", "an int > 0"])
-      for n in (0, -4, "8", True)),
-    (lambda: MinTokens("x"), ["MinTokens.prefill='x'", "an int >= 0"]),  # type: ignore[arg-type]
-], ids=lambda v: v[0] if isinstance(v, list) else "")  # fmt: skip
-def test_a_wrong_kind_is_named_where_something_is_made(make: Callable[[], Any], parts: list[str]) -> None:
-    with raises(*parts):
-        make()
-
-
-def dispatcher(name: str, ep: Any = None, placement: Any = None, device: str = "cpu", **options: Any) -> Any:
-    return make_dispatcher(name, ep, placement or ExpertPlacement.contiguous(6, 1), device, **options)
-
-
-@pytest.mark.parametrize(("field", "value", "right"), [
-    ("activation", "swiglu", "an Activation"),
-    ("hidden_size", 0, "an int > 0"),
-    ("intermediate_size", 2.5, "an int > 0"),
-    ("dtype", "float32", "one of torch.float64"),
-    ("device", "cpu", "a torch.device"),
-    ("weight_on_input", "yes", "True or False"),
-    ("scheme", "fp9", "one of fp8_block"),
-])  # fmt: skip
-def test_a_spec_checks_itself(field: str, value: Any, right: str) -> None:
-    with raises(f"ExpertsSpec.{field}={value!r}", right):
-        dataclasses.replace(SPEC, **{field: value})
-
-
-@pytest.mark.parametrize(("option", "value", "right"), [
-    ("num_microbatches", "2", "an int > 0"),
-    ("interleave", "x", "True or False"),
-    ("randomness", 1, "True or False"),
-    ("split", "22", "the sizes of the parts"),
-    ("ep", 3, "EPGroup"),
-    ("min_tokens", True, "a number of tokens"),
-])  # fmt: skip
-def test_run_microbatched_checks_what_it_is_told(option: str, value: Any, right: str) -> None:
-    with raises(f"{option}={value!r}", right):
-        run_microbatched(lambda x: x, torch.zeros(4, 2), **{option: value})
-    with raises("split[1]=2.5", "an int >= 0"):
-        run_microbatched(lambda x: x, torch.zeros(4, 2), split=[1, 2.5])  # type: ignore[list-item]
-
-
-def test_a_placement_is_taken_in_every_form_that_says_it() -> None:
-    ranks = ((0, 2, 4), (1, 3, 5))
-    for form in (ExpertPlacement(6, ranks), ranks, [list(own) for own in ranks], [range(0, 6, 2), range(1, 6, 2)]):
-        assert MoEConfig(**SMALL, placement=form).placement == ranks  # type: ignore[arg-type]
-
-
-def test_names_of_every_kind_and_numbers_of_numpy_are_taken() -> None:
-    for name in (*EXPERTS, *TRAINING_EXPERTS):
-        MoEConfig(**SMALL, experts=name)
-    for name in DISPATCHERS:
-        MoEConfig(**SMALL, dispatcher=name, max_tokens_per_rank=8)
-    alpha = np.float32(1.5)
-    assert MoEConfig(**SMALL, activation="swiglu_oai", activation_alpha=alpha).activation_function.alpha == alpha
-
-
-def test_odd_sizes_work_where_nothing_forbids_them() -> None:
-    for experts in ("reference", "grouped"):
-        layer = MoELayer(MoEConfig(81, 3, 5, 5, experts=experts), dtype=torch.bfloat16)
-        assert layer(torch.randn(3, 81).bfloat16()).isfinite().all()
-
-
-def test_dtypes_that_no_kernel_has_are_refused() -> None:
-    with raises("dtype=torch.int8", "torch.bfloat16"):
-        MoELayer(MoEConfig(**SMALL), dtype=torch.int8)
-    with raises("torch_grouped", "dtype=torch.float64"):
-        MoELayer(MoEConfig(**SMALL, experts="torch_grouped"), dtype=torch.float64)
+from epmoe.testing import run_ranks
+from tests.mistakes import CONFIG, SMALL, SPEC, dispatcher, kernel, raises
 
 
 def test_an_input_that_does_not_fit_names_layer_and_shape() -> None:
@@ -299,11 +100,6 @@ def test_load_experts_names_the_tensor_and_its_shape() -> None:
 def test_adapters_that_are_none_are_named(wrong: tuple[Any, ...], message: str) -> None:
     with raises("layer 'moe'", message):
         MoELayer(CONFIG).add_lora(*wrong)
-
-
-def kernel(**options: Any) -> tuple[MoEKernel, ExpertWeights]:
-    weights = ExpertWeights(torch.randn(6, 48, 16), torch.randn(6, 16, 24))
-    return MoEKernel(dispatcher("local"), select_experts(SPEC).experts, **options), weights
 
 
 def test_a_kernel_called_by_hand_checks_its_arguments() -> None:
@@ -437,101 +233,6 @@ def test_ids_out_of_range_unvalidated_count_as_no_expert_and_reach_no_memory(exp
     layers = [MoELayer(MoEConfig(**SMALL, experts=experts), router=lambda _, i=ids: (i, p)) for ids in (good, bad)]
     layers[1].load_state_dict(layers[0].state_dict())
     assert torch.equal(layers[0](x), layers[1](x))
-
-
-def test_an_ep_group_without_torch_distributed_says_what_to_call() -> None:
-    with raises("init_process_group", "ep=None"):
-        EPGroup()
-
-
-def group_mistakes(rank: int, world: int) -> list[str]:
-    messages = []
-    for options in (
-        {"timeout": 0},
-        {"device": "cuda"},
-        {"timeout": -1.0},
-        {"timeout": "5"},
-        {"timeout": None},
-        {"timeout": float("inf")},
-        {"device": "meta"},
-        {"device": "gpu"},
-        {"nodes": 3},
-        {"nodes": 1.5},
-        {"nodes": "01"},
-        {"process_group": [0, 1]},
-    ):
-        with pytest.raises(ValueError) as error:
-            EPGroup(**options)
-        messages.append(str(error.value))
-    other = [dist.new_group([r]) for r in range(world)][1 - rank]
-    with pytest.raises(ValueError) as error:
-        EPGroup(other)
-    messages.append(str(error.value))
-    ep = EPGroup()
-    for make in (
-        lambda: MoELayer(MoEConfig(**{**SMALL, "num_experts": 1, "top_k": 1}), ep),
-        lambda: MoELayer(MoEConfig(**SMALL, dispatcher="local"), ep),
-        lambda: make_dispatcher("all_to_all", ep, ExpertPlacement.contiguous(6, 3), "cpu"),
-        lambda: MoELayer(MoEConfig(**SMALL, placement=((0, 1), (2, 3), (4, 5))), ep),
-        lambda: MoELayer(ep, CONFIG),
-    ):
-        with pytest.raises(ValueError) as error:
-            make()
-        messages.append(str(error.value))
-    return messages
-
-
-def test_mistakes_around_a_group_are_named_on_every_rank() -> None:
-    wanted = [
-        "timeout=0",
-        "gloo",
-        "timeout=-1",
-        "timeout='5': must be seconds, finite and > 0",
-        "timeout=None: must be seconds",
-        "timeout=inf: must be seconds, finite",
-        "device='meta': must be cpu or cuda",
-        "device='gpu': must be cpu, cuda",
-        "nodes=3: must be at most the 2 ranks",
-        "nodes=1.5: must be ranks per node",
-        "nodes='01': must be ranks per node",
-        "process_group=[0, 1]: must be a group of torch.distributed, or None; make one of some ranks by",
-        "not a member",
-        "num_experts=1",
-        "dispatcher='local' with 2 ranks",
-        "3",
-        "3",
-        "the first argument is the MoEConfig, the second the EPGroup",
-    ]
-    for messages in run_ranks(group_mistakes, 2):
-        for message, part in zip(messages, wanted, strict=True):
-            assert part in message, (part, message)
-
-
-def build_differently(rank: int, world: int, field: str) -> None:
-    ep = EPGroup(timeout=20)
-    config: dict[str, Any] = dict(SMALL)
-    dtype, router = torch.float32, None
-    if rank == 1:
-        if field == "dtype":
-            dtype = torch.bfloat16
-        elif field == "own router":
-            router = lambda x: x  # noqa: E731
-        elif field == "router.scoring":
-            config["router"] = RouterConfig(scoring="sigmoid")
-        elif field == "placement":
-            config["placement"] = "strided"
-        else:
-            config[field] = config[field] + 1
-    MoELayer(MoEConfig(**config), ep, dtype=dtype, router=router, name="blocks.0")
-
-
-@pytest.mark.parametrize("field", ["num_experts", "top_k", "router.scoring", "placement", "dtype", "own router"])
-def test_ranks_built_differently_find_out_at_construction_and_name_the_field(field: str) -> None:
-    with pytest.raises(RankFailed) as failure:
-        run_ranks(build_differently, 2, args=(field,), timeout=40)
-    message = str(failure.value)
-    assert "MoELayer 'blocks.0' differs between ranks" in message
-    assert f"{field}: rank 0 has" in message and message.count(": rank 0 has") == 1, message
 
 
 @pytest.mark.gpu
