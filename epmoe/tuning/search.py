@@ -1,7 +1,8 @@
 """`epmoe tune`: measures the candidates of each problem beside what the rules would take, and keeps the fastest.
 
     problems of one weight shape ─ each candidate once, in processes side by side (compiles, finds what can't run) ─
-    each again in this process: same result as the rule's? ─ replayed as CUDA graphs in turn, L2 overwritten ─ an entry
+    when all have ended: each again in this process, alone on the GPU: same result as the rule's? ─ replayed as CUDA
+    graphs in turn, L2 full of other things ─ an entry
 
 A candidate is forced by a tuning folder with nothing else in it (`EPMOE_TUNING_DIR`), the way its entry will be found.
 """
@@ -99,13 +100,19 @@ def search(
     room = _Room(int(torch.cuda.mem_get_info(device)[0] * MEMORY_SHARE) if settings.workers else 0)
 
     def compile_group(group: list[Problem]) -> dict[tuple[int, int], str]:
+        failed: dict[tuple[int, int], str] = {}
+        left = [(i, j) for i, p in enumerate(group) for j in range(len(tried[p]))]
         with room.taken(max(p.num_bytes for p in group)):
-            work = [(p, tried[p]) for p in group]
-            try:
-                (failed,) = run_ranks(_run_each, 1, args=(device, work), timeout=settings.group_timeout)
-            except (RankFailed, RanksTimedOut) as error:  # one took the process down: none is trusted but the rule's
-                reason = str(error).strip().splitlines()[-1]
-                failed = {(i, j): reason for i, p in enumerate(group) for j in range(1, len(tried[p]))}
+            while left:  # a candidate that breaks its process is passed over by another one
+                work = [(group[i], i, j, tried[group[i]][j]) for i, j in left]
+                try:
+                    (outcome,) = run_ranks(_run_each, 1, args=(device, work), timeout=settings.group_timeout)
+                    done, reasons = outcome
+                except (RankFailed, RanksTimedOut) as error:  # which one is not known: none is trusted but the rule's
+                    done, reason = len(left), str(error).strip().splitlines()[-1]
+                    reasons = {(i, j): reason for i, j in left if j}
+                failed |= reasons
+                left = left[done:]
         step("compiled", len(group))
         return failed
 
@@ -114,8 +121,8 @@ def search(
     try:
         with Forcing(device) as forcing:
             compiled = [pool.submit(compile_group, group) for group in groups] if settings.workers else []
-            for at, group in enumerate(groups):
-                failed = compiled[at].result() if compiled else {}
+            all_failed = [one.result() for one in compiled] or [{} for _ in groups]  # measured on a GPU at rest
+            for group, failed in zip(groups, all_failed, strict=True):
                 weights = make_weights(group[0], device)
                 found = []
                 for i, problem in enumerate(group):
@@ -189,23 +196,40 @@ def _entry(problem: Problem, config: Any) -> dict[str, Any]:
 
 
 def _run_each(
-    rank: int, world_size: int, device: torch.device, work: Sequence[tuple[Problem, Sequence[Any]]]
-) -> dict[tuple[int, int], str]:
-    """Every candidate of every problem once; of those that fail, their places and why."""
+    rank: int, world_size: int, device: torch.device, work: Sequence[tuple[Problem, int, int, Any]]
+) -> tuple[int, dict[tuple[int, int], str]]:
+    """Candidates of problems of one weight shape, each once: problem, its place, the candidate's place, the candidate.
+
+    Returns:
+        How many were tried: all, or those until one broke this process' context. Of those that failed, places and why.
+    """
     weights = make_weights(work[0][0], device)
-    failed = {}
+    failed: dict[tuple[int, int], str] = {}
     with Forcing(device) as forcing:
-        for i, (problem, configs) in enumerate(work):
-            call = make_call(problem, weights, problem.loads[0], device)
-            for j, config in enumerate(configs):
-                forcing.to(problem, config)
-                try:
-                    call()
-                    if device.type == "cuda":
-                        torch.cuda.synchronize(device)
-                except Exception as error:
-                    failed[i, j] = _reason(error)
-    return failed
+        call: Callable[[], Result] | None = None
+        before: Problem | None = None
+        for done, (problem, i, j, config) in enumerate(work):
+            if call is None or problem is not before:
+                call, before = make_call(problem, weights, problem.loads[0], device), problem
+            forcing.to(problem, config)
+            try:
+                call()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+            except Exception as error:
+                failed[i, j] = _reason(error)
+                if _is_broken(device):
+                    return done + 1, failed
+    return len(work), failed
+
+
+def _is_broken(device: torch.device) -> bool:
+    """Whether an error has left the device unusable to this process."""
+    try:
+        torch.zeros(1, device=device).add_(1).tolist()
+    except Exception:
+        return True
+    return False
 
 
 def _reason(error: Exception) -> str:

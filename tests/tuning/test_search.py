@@ -371,10 +371,11 @@ def test_what_failed_in_its_own_process_is_not_tried_again_here(on_cpu, monkeypa
     ruled, failed, *rest = near(SMALL, rule(SMALL, CPU), CPU)
 
     def run_ranks(fn, ranks, *, args, timeout):
-        assert fn is search._run_each and args[1] == [(SMALL, [ruled, failed, *rest])]
+        assert fn is search._run_each
+        assert args[1] == [(SMALL, 0, j, config) for j, config in enumerate([ruled, failed, *rest])]
         if dies:
             raise RankFailed(0, 1, "SIGSEGV", "it ended")
-        return [{(0, 1): "OutOfResources: too much"}]
+        return [(len(args[1]), {(0, 1): "OutOfResources: too much"})]
 
     monkeypatch.setattr(search, "run_ranks", run_ranks)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
@@ -390,8 +391,29 @@ def test_candidates_that_fail_in_their_process_are_named_by_place(on_cpu, monkey
     ruled = rule(SMALL, CPU)
     bad = dataclasses.replace(ruled, block_n=24)  # no power of two
     problem = dataclasses.replace(SMALL, rows=4)
-    failed = search._run_each(0, 1, CPU, [(SMALL, [ruled]), (problem, [ruled, bad])])
-    assert failed.keys() == {(1, 1)} and "power of 2" in failed[1, 1]
+    work = [(SMALL, 0, 0, ruled), (problem, 1, 0, ruled), (problem, 1, 1, bad), (problem, 1, 2, ruled)]
+    done, failed = search._run_each(0, 1, CPU, work)
+    assert done == 4 and failed.keys() == {(1, 1)} and "power of 2" in failed[1, 1]
+    monkeypatch.setattr(search, "_is_broken", lambda device: True)
+    assert search._run_each(0, 1, CPU, work) == (3, failed)  # the last is left to another process
+
+
+def test_after_a_candidate_that_broke_its_process_another_one_tries_the_rest(on_cpu, monkeypatch):
+    ruled, failed, *rest = near(SMALL, rule(SMALL, CPU), CPU)
+    started = []
+
+    def run_ranks(fn, ranks, *, args, timeout):
+        started.append([config for _, _, _, config in args[1]])
+        breaks = failed in started[-1]
+        return [(2, {(0, 1): "AcceleratorError: an illegal instruction"}) if breaks else (len(args[1]), {})]
+
+    monkeypatch.setattr(search, "run_ranks", run_ranks)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
+    timed_as(monkeypatch, lambda config: 3.0 if config == ruled else 1.0)
+    ((found,),) = search.search([SMALL], CPU, Settings(workers=1), nothing)
+    assert started == [[ruled, failed, *rest], rest]
+    assert found.refused == {str(failed): "AcceleratorError: an illegal instruction"}
+    assert found.entry["tried"] == len(rest) + 1
 
 
 def test_processes_wait_for_room_and_who_needs_more_than_there_is_takes_all():
