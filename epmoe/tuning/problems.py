@@ -47,7 +47,7 @@ from epmoe.tuning.store import load, lookup
 
 SCHEMES = ("none", *SCALED_SCHEMES, *NARROW_SCHEMES)
 DTYPE = torch.bfloat16
-ROWS = (1, 4, 16, 64, 256, 1024, 4096)
+ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096)
 TRAINED_ROWS = 64  # fewer per expert than this nobody trains with
 MOST_ROWS = 1 << 18  # more than this no rank gets
 CACHES = (load, lookup, gemm_plan, gluon_plan, few_rows_plan, scaled_plan, narrow_plan)  # they keep configurations
