@@ -16,7 +16,8 @@ import torch  # noqa: E402
 
 import epmoe  # noqa: E402
 from epmoe import Activation, ExpertsSpec, ExpertWeights, MoEKernel, run_microbatched, select_experts  # noqa: E402
-from epmoe.dispatch.base import DispatcherCapabilities, Pending  # noqa: E402
+from epmoe.dispatch.base import DispatcherCapabilities  # noqa: E402
+from epmoe.dispatch.inputs import Pending  # noqa: E402
 from epmoe.dispatch.local import LocalDispatcher  # noqa: E402
 
 SECONDS = {"attention": 0.3, "experts": 0.4, "shared": 0.15, "dispatch": 0.15, "combine": 0.15}  # of a whole batch

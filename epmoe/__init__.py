@@ -12,7 +12,8 @@ from epmoe.placement import ExpertPlacement
 from epmoe.quant.config import QuantConfig
 from epmoe.quantized import quantize_
 from epmoe.recompute import checkpoint, reuse_routing
-from epmoe.router import Router, Routing, route
+from epmoe.router import Router, route
+from epmoe.routing import Routing
 
 __version__ = "0.1.0"
 

@@ -31,6 +31,12 @@ def require(ok: bool, name: str, value: object, right: str) -> None:
         raise ValueError(f"{said(name, value)}: must be {right}")
 
 
+def require_that(ok: bool, message: str) -> None:
+    """`ValueError(message)` unless `ok`: where the message is not of one value alone."""
+    if not ok:
+        raise ValueError(message)
+
+
 def check_bool(name: str, value: object, or_none: bool = False) -> None:
     """True or False: every text is true, and so is a tensor of one."""
     require(isinstance(value, bool) or (or_none and value is None), name, value, "True or False")

@@ -24,8 +24,9 @@ from epmoe.comm.memory import MemoryPlan
 from epmoe.comm.recording import computing, recording
 from epmoe.comm.workspace import Workspace
 from epmoe.config import SHARED_EXPERTS_ORDERS, RouterConfig
-from epmoe.dispatch.base import Dispatcher, ExpertInput, Layout, Pending, Traffic
+from epmoe.dispatch.base import Dispatcher, Traffic
 from epmoe.dispatch.batched import batch
+from epmoe.dispatch.inputs import ExpertInput, Layout, Pending
 from epmoe.dispatch.overflow import Overflow
 from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
 from epmoe.dispatch.wire import RowSpec
@@ -38,7 +39,8 @@ from epmoe.overlap.launch import OnItsWay
 from epmoe.overlap.microbatch import current_microbatch
 from epmoe.overlap.splitting import current_splitting
 from epmoe.quant.rows import ROW_SCHEMES, QuantizedRows
-from epmoe.router import route, saturated_ids, validate_routing
+from epmoe.router import route
+from epmoe.routing import saturated_ids, validate_routing
 
 MIN_TOKENS_BESIDE = 1024  # for fewer, shared experts end before another stream has begun
 

@@ -34,7 +34,8 @@ from epmoe.quantized import (
     copy_bits,
 )
 from epmoe.recompute import current_tape
-from epmoe.router import Router, Routing, as_routing
+from epmoe.router import Router
+from epmoe.routing import Routing, as_routing
 
 EXPERT_PARAMETERS = (
     "gate_up_proj", "down_proj", "gate_up_bias", "down_bias", *SCALE_PARAMETERS, *LORA_PARAMETERS

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from epmoe.ops.route_reference import RENORM_EPS
 from epmoe.recompute import current_tape
-from epmoe.router import Router, Routing, update_selection_bias
+from epmoe.router import Router, update_selection_bias
+from epmoe.routing import Routing
 
 Groups = Sequence["dist.ProcessGroup | None"]
 """Process groups to sum over one after the other, such as `(ep.process_group, mesh.replicas)`; None entries are

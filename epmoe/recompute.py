@@ -17,7 +17,7 @@ from typing import Any
 import torch.utils.checkpoint
 from torch import Tensor
 
-from epmoe.dispatch.base import Layout
+from epmoe.dispatch.inputs import Layout
 
 
 @dataclasses.dataclass

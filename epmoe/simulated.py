@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from epmoe.placement import ExpertPlacement
-from epmoe.router import Routing, as_routing, validate_routing
+from epmoe.routing import Routing, as_routing, validate_routing
 
 
 class SimulatedRouter:

@@ -13,7 +13,8 @@ from epmoe import EPGroup, MoEKernel
 from epmoe.capabilities import LAYOUTS
 from epmoe.comm.workspace import Workspace
 from epmoe.dispatch import DISPATCHERS
-from epmoe.dispatch.base import Dispatcher, DispatcherCapabilities, ExpertInput, Pending
+from epmoe.dispatch.base import Dispatcher, DispatcherCapabilities
+from epmoe.dispatch.inputs import ExpertInput, Pending
 from epmoe.dispatch.local import LocalDispatcher
 from epmoe.dispatch.reduce import ExpertOutput
 from epmoe.experts import QUANTIZED_EXPERTS, ExpertWeights

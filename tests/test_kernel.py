@@ -20,7 +20,7 @@ from epmoe import (
     select_experts,
 )
 from epmoe.capabilities import KINDS, combinations
-from epmoe.dispatch.base import Pending
+from epmoe.dispatch.inputs import Pending
 from epmoe.experts import EXPERTS
 from epmoe.testing import RankFailed, poisoned_empty, run_ranks
 from tests import naive

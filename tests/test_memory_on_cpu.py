@@ -35,7 +35,8 @@ from epmoe import (
 from epmoe.comm.workspace import Workspace
 from epmoe.dispatch import Dispatcher, HierarchicalDispatcher
 from epmoe.dispatch.all_to_all import AllToAllLayout
-from epmoe.dispatch.base import Layout, Traffic
+from epmoe.dispatch.base import Traffic
+from epmoe.dispatch.inputs import Layout
 from epmoe.dispatch.node_layout import HierarchicalLayout
 from epmoe.quant import quantize_narrow, quantize_weights
 from epmoe.quant.rows import QuantizedRows, quantize_rows

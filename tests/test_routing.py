@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from epmoe.config import RouterConfig
-from epmoe.router import Routing, as_routing, load_balancing_loss, route, router_z_loss, validate_routing
+from epmoe.router import load_balancing_loss, route, router_z_loss
+from epmoe.routing import Routing, as_routing, validate_routing
 from tests.router_cases import INF, NAN, SCORINGS, E, K
 
 

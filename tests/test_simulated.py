@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from epmoe.placement import ExpertPlacement
-from epmoe.router import validate_routing
+from epmoe.routing import validate_routing
 from epmoe.simulated import one_expert, one_rank, replay, uniform, zipf
 
 PLACEMENT = ExpertPlacement.explicit([[5, 1, 2], [0, 4, 3, 7], [6]])

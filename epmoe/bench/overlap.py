@@ -34,7 +34,8 @@ from epmoe.bench.shapes import Shape, is_train, named_shape
 from epmoe.bench.timing import max_over_ranks
 from epmoe.config import MoEConfig
 from epmoe.dispatch import DISPATCHERS, make_dispatcher
-from epmoe.dispatch.base import Dispatcher, DispatcherCapabilities, ExpertInput, Layout, Pending, Traffic
+from epmoe.dispatch.base import Dispatcher, DispatcherCapabilities, Traffic
+from epmoe.dispatch.inputs import ExpertInput, Layout, Pending
 from epmoe.dispatch.reduce import ExpertOutput
 from epmoe.layer import MoELayer
 from epmoe.overlap import current_microbatch, run_microbatched, trace

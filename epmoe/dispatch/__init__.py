@@ -12,8 +12,9 @@ from epmoe.comm.symmetric import unreachable
 from epmoe.dispatch.all_gather import AllGatherDispatcher
 from epmoe.dispatch.all_to_all import AllToAllDispatcher
 from epmoe.dispatch.all_to_all_fixed import FixedAllToAllDispatcher
-from epmoe.dispatch.base import BatchedInput, Dispatcher, DispatcherCapabilities, ExpertInput, Layout, Pending
+from epmoe.dispatch.base import Dispatcher, DispatcherCapabilities
 from epmoe.dispatch.hierarchical import HierarchicalDispatcher
+from epmoe.dispatch.inputs import BatchedInput, ExpertInput, Layout, Pending
 from epmoe.dispatch.local import LocalDispatcher
 from epmoe.dispatch.storable import refusal_there_and_back
 from epmoe.dispatch.symmetric import SymmetricDispatcher

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from epmoe.comm import EPGroup
-from epmoe.dispatch.base import DispatcherCapabilities, Layout, Traffic
+from epmoe.dispatch.base import DispatcherCapabilities, Traffic
 from epmoe.dispatch.exchange import ExchangeDispatcher, Flight, Rows, arrival, register_ops
+from epmoe.dispatch.inputs import Layout
 from epmoe.ops.destinations import destinations
 
 TOKENS_AT = 32  # the bit of a count of rows where a rank's number of tokens begins, if it travels along

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from epmoe.comm import EPGroup
-from epmoe.dispatch.base import DispatcherCapabilities, Layout, Traffic
+from epmoe.dispatch.base import DispatcherCapabilities, Traffic
 from epmoe.dispatch.exchange import ExchangeDispatcher, Flight, Rows, arrival, register_ops
+from epmoe.dispatch.inputs import Layout
 
 
 @dataclasses.dataclass(frozen=True)

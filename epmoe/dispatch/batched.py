@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from epmoe.dispatch.base import BatchedInput, ExpertInput
+from epmoe.dispatch.inputs import BatchedInput, ExpertInput
 from epmoe.ops.align import align_rows
 from epmoe.ops.gather_sum import gather_sum
 from epmoe.ops.scatter_rows import scatter_rows

@@ -28,8 +28,9 @@ from epmoe.comm import EPGroup
 from epmoe.comm.beside import keep_for_current_stream
 from epmoe.comm.memory import Buffer, buffer
 from epmoe.comm.recording import Recorder, recording
-from epmoe.dispatch.base import Dispatcher, ExpertInput, Layout, Pending, Traffic
+from epmoe.dispatch.base import Dispatcher, Traffic
 from epmoe.dispatch.flight import Flight, in_manner
+from epmoe.dispatch.inputs import ExpertInput, Layout, Pending
 from epmoe.dispatch.messages import Extras, Rows, side_by_side
 from epmoe.dispatch.reduce import ExpertOutput
 from epmoe.dispatch.wire import RowSpec, buffers_sent_back

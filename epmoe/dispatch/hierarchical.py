@@ -35,9 +35,10 @@ from torch import Tensor
 from epmoe.comm import EPGroup
 from epmoe.comm.memory import Buffer, Step, buffer
 from epmoe.comm.symmetric import agreed, unreachable
-from epmoe.dispatch.base import DispatcherCapabilities, Layout, Traffic
+from epmoe.dispatch.base import DispatcherCapabilities, Traffic
 from epmoe.dispatch.exchange import ExchangeDispatcher, Rows, arrival, register_ops
 from epmoe.dispatch.flight import Flight, late
+from epmoe.dispatch.inputs import Layout
 from epmoe.dispatch.node_layout import HierarchicalLayout, exchange_counts, hierarchical_layout, tables
 from epmoe.dispatch.node_slots import put, slots_buffer, take_back
 from epmoe.dispatch.storable import refusal_there_and_back

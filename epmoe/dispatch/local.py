@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epmoe.dispatch.base import Dispatcher, DispatcherCapabilities, ExpertInput, Layout, Pending, Traffic
+from epmoe.dispatch.base import Dispatcher, DispatcherCapabilities, Traffic
+from epmoe.dispatch.inputs import ExpertInput, Layout, Pending
 from epmoe.dispatch.reduce import ExpertOutput
 from epmoe.quant.rows import QuantizedRows, quantized
 from epmoe.quant.straight_through import rounded

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from epmoe.comm import EPGroup
-from epmoe.dispatch.base import Layout
+from epmoe.dispatch.inputs import Layout
 from epmoe.dispatch.node_slots import Slots
 from epmoe.ops.destinations import destinations
 

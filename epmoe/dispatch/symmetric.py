@@ -25,8 +25,9 @@ from torch import Tensor
 from epmoe.comm import EPGroup
 from epmoe.comm.memory import STEPS, Buffer, buffer
 from epmoe.comm.symmetric import Channel, channel_for
-from epmoe.dispatch.base import DispatcherCapabilities, ExpertInput, Layout, Pending, Traffic
+from epmoe.dispatch.base import DispatcherCapabilities, Traffic
 from epmoe.dispatch.exchange import ExchangeDispatcher, Extras, Flight, Rows, register_ops
+from epmoe.dispatch.inputs import ExpertInput, Layout, Pending
 from epmoe.dispatch.reduce import ExpertOutput
 from epmoe.dispatch.storable import half_bytes, refusal
 from epmoe.dispatch.wire import RowSpec

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from epmoe.comm.workspace import Part, Workspace, carved
-from epmoe.dispatch.base import BatchedInput, ExpertInput
+from epmoe.dispatch.inputs import BatchedInput, ExpertInput
 from epmoe.dispatch.reduce import ExpertOutput, WeightAndReduce
 from epmoe.experts._mlp import Rows, may_use_workspace
 from epmoe.experts.spec import ExpertsSpec, ExpertWeights, WorkspaceShapes

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from epmoe.dispatch.base import ExpertInput
+from epmoe.dispatch.inputs import ExpertInput
 from epmoe.experts.base import local_ids
 from epmoe.experts.lora import ExpertLora
 from epmoe.experts.spec import ExpertsSpec, ExpertWeights

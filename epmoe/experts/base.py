@@ -19,7 +19,7 @@ from torch import Tensor
 
 from epmoe.comm.workspace import Workspace
 from epmoe.config import RouterConfig
-from epmoe.dispatch.base import BatchedInput, ExpertInput
+from epmoe.dispatch.inputs import BatchedInput, ExpertInput
 from epmoe.dispatch.reduce import ExpertOutput, WeightAndReduce
 from epmoe.experts.checks import check_batched, check_weights
 from epmoe.experts.gradient_sums import summed_by_autograd

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from epmoe.comm.workspace import Workspace
-from epmoe.dispatch.base import BatchedInput, ExpertInput
+from epmoe.dispatch.inputs import BatchedInput, ExpertInput
 from epmoe.dispatch.reduce import ExpertOutput, WeightAndReduce
 from epmoe.experts._mlp import (
     Rows,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epmoe.dispatch.base import BatchedInput
+from epmoe.dispatch.inputs import BatchedInput
 from epmoe.experts.spec import ExpertsSpec, ExpertWeights
 from epmoe.ops.quantize import row_format
 from epmoe.ops.quantize_blocks import BLOCK

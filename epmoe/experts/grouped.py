@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from epmoe.comm.workspace import Workspace
-from epmoe.dispatch.base import BatchedInput, ExpertInput
+from epmoe.dispatch.inputs import BatchedInput, ExpertInput
 from epmoe.dispatch.reduce import ExpertOutput
 from epmoe.experts._lora_mlp import lora_routed_mlp
 from epmoe.experts._mlp import (

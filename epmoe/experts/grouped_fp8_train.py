@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from epmoe.dispatch.base import BatchedInput, ExpertInput
+from epmoe.dispatch.inputs import BatchedInput, ExpertInput
 from epmoe.experts._mlp import Rows, mlp_backward
 from epmoe.experts.base import Experts
 from epmoe.experts.gradient_sums import PartSums

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from epmoe.config import RouterConfig
-from epmoe.dispatch.base import BatchedInput, ExpertInput
+from epmoe.dispatch.inputs import BatchedInput, ExpertInput
 from epmoe.experts._mlp import Rows, kernel_refusal, mlp_forward
 from epmoe.experts.base import Experts
 from epmoe.experts.spec import ExpertsSpec, ExpertWeights

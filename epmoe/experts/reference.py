@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from epmoe.config import DTYPES
-from epmoe.dispatch.base import BatchedInput, ExpertInput
+from epmoe.dispatch.inputs import BatchedInput, ExpertInput
 from epmoe.experts.base import Experts, local_ids
 from epmoe.experts.lora import low_rank_update
 from epmoe.experts.spec import ExpertsSpec, ExpertWeights

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from epmoe.comm.workspace import Workspace
-from epmoe.dispatch.base import BatchedInput, ExpertInput
+from epmoe.dispatch.inputs import BatchedInput, ExpertInput
 from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
 from epmoe.experts.base import Experts
 from epmoe.experts.gradient_sums import summed_by_autograd

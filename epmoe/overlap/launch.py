@@ -16,7 +16,7 @@ import torch
 from epmoe.comm import EPGroup
 from epmoe.comm.beside import Manner
 from epmoe.comm.recording import recording
-from epmoe.dispatch.base import Pending
+from epmoe.dispatch.inputs import Pending
 from epmoe.ops._leases import Lease
 from epmoe.overlap.microbatch import current_microbatch
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from epmoe.dispatch.base import ExpertInput, Layout
 from epmoe.dispatch.batched import batch
+from epmoe.dispatch.inputs import ExpertInput, Layout
 
 E, L, H = 9, 4, 12
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -25,7 +25,8 @@ from epmoe import (
     make_dispatcher,
     select_experts,
 )
-from epmoe.dispatch.base import Dispatcher, DispatcherCapabilities, ExpertInput
+from epmoe.dispatch.base import Dispatcher, DispatcherCapabilities
+from epmoe.dispatch.inputs import ExpertInput
 from epmoe.dispatch.local import LocalDispatcher
 from epmoe.quant import ROW_SCHEMES, dequantize_rows, quantize_rows
 from epmoe.testing import poisoned_empty, run_ranks

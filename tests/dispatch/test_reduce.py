@@ -11,7 +11,8 @@ import torch
 from epmoe import MoEKernel
 from epmoe.capabilities import LAYOUTS
 from epmoe.comm.workspace import Workspace
-from epmoe.dispatch.base import DispatcherCapabilities, Pending
+from epmoe.dispatch.base import DispatcherCapabilities
+from epmoe.dispatch.inputs import Pending
 from epmoe.dispatch.local import LocalDispatcher
 from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
 from epmoe.experts import EXPERTS

@@ -19,7 +19,8 @@ from epmoe.comm.beside import Manner
 from epmoe.config import Activation
 from epmoe.dispatch import symmetric
 from epmoe.dispatch.all_to_all import AllToAllDispatcher
-from epmoe.dispatch.base import Dispatcher, ExpertInput
+from epmoe.dispatch.base import Dispatcher
+from epmoe.dispatch.inputs import ExpertInput
 from epmoe.dispatch.reduce import ExpertOutput, weight_and_reduce
 from epmoe.dispatch.symmetric import SymmetricDispatcher
 from epmoe.dispatch.wire import RowSpec

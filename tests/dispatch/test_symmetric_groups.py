@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epmoe import EPGroup
-from epmoe.dispatch.base import ExpertInput
+from epmoe.dispatch.inputs import ExpertInput
 from epmoe.dispatch.symmetric import SymmetricDispatcher
 from epmoe.testing import run_ranks
 from tests.dispatch.test_symmetric import C, E, H, K, make, owned

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from epmoe.config import Activation
-from epmoe.dispatch.base import ExpertInput, Layout
+from epmoe.dispatch.inputs import ExpertInput, Layout
 from epmoe.experts import ExpertWeights
 from epmoe.experts.lora import ExpertLora
 from tests import naive

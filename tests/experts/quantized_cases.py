@@ -15,7 +15,7 @@ from torch import Tensor
 from epmoe.comm.workspace import Workspace
 from epmoe.config import Activation
 from epmoe.dispatch import make_dispatcher
-from epmoe.dispatch.base import BatchedInput, ExpertInput, Layout
+from epmoe.dispatch.inputs import BatchedInput, ExpertInput, Layout
 from epmoe.experts import ExpertsSpec, ExpertWeights, select_experts
 from epmoe.kernel import MoEKernel
 from epmoe.placement import ExpertPlacement

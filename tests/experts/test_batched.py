@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from epmoe.config import ACTIVATIONS, Activation
-from epmoe.dispatch.base import BatchedInput, ExpertInput, Layout
+from epmoe.dispatch.inputs import BatchedInput, ExpertInput, Layout
 from epmoe.experts import EXPERTS_BY_LAYOUT, BatchedExperts, ExpertsSpec, ExpertWeights, ReferenceExperts
 from epmoe.ops._triton import INTERPRET
 from epmoe.testing import poisoned_empty

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from epmoe import Activation, ExpertPlacement, ExpertsSpec, ExpertWeights, MoEKernel, make_dispatcher, select_experts
-from epmoe.dispatch.base import BatchedInput, Layout
+from epmoe.dispatch.inputs import BatchedInput, Layout
 from epmoe.experts import QUANTIZED_EXPERTS, BatchedExperts
 from epmoe.ops._triton import INTERPRET
 from epmoe.ops.quantize import quantize_reference

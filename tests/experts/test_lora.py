@@ -9,7 +9,7 @@ import torch
 
 from epmoe import ExpertPlacement, MoEKernel, make_dispatcher
 from epmoe.config import Activation
-from epmoe.dispatch.base import BatchedInput, ExpertInput, Layout
+from epmoe.dispatch.inputs import BatchedInput, ExpertInput, Layout
 from epmoe.experts import EXPERTS, EXPERTS_BY_LAYOUT, ExpertsSpec, select_experts
 from epmoe.experts.lora import ExpertLora, low_rank_update, merge_adapter, stack_adapters
 from epmoe.quant import dequantize_weights, quantize_weights

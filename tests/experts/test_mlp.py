@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from epmoe.config import Activation
-from epmoe.dispatch.base import ExpertInput, Layout
+from epmoe.dispatch.inputs import ExpertInput, Layout
 from epmoe.experts import ExpertsSpec, ExpertWeights, GroupedExperts
 from epmoe.experts._mlp import Rows, mlp_backward, mlp_forward
 from epmoe.experts.gradient_sums import PartSums

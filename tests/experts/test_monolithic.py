@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from epmoe.config import Activation, RouterConfig
-from epmoe.dispatch.base import ExpertInput, Layout
+from epmoe.dispatch.inputs import ExpertInput, Layout
 from epmoe.experts.grouped import GroupedExperts
 from epmoe.experts.monolithic import MonolithicExperts
 from epmoe.experts.spec import ExpertsSpec, ExpertWeights

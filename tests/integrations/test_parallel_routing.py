@@ -23,7 +23,8 @@ from epmoe import EPGroup, MoEConfig, MoELayer, RouterConfig
 from epmoe.integrations.gradients import expert_parameters, reduce_expert_gradients
 from epmoe.integrations.parallel import MoEMesh, data_parallel, fully_shard_moe, make_mesh, shard_layer
 from epmoe.losses import sequence_balancing_loss
-from epmoe.router import Routing, load_balancing_loss, router_z_loss
+from epmoe.router import load_balancing_loss, router_z_loss
+from epmoe.routing import Routing
 from epmoe.testing import run_ranks
 
 H, I, E, K, ROWS, RANKS = 32, 48, 4, 2, 6, 2
@@ -236,7 +237,7 @@ def test_a_routing_is_taken_apart_and_put_together(masked, seed):
         assert found.num_experts == E
         for name in ("topk_ids", "topk_weights", "logits", "scores"):
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
-        again = epmoe.router.as_routing(found, ROWS, K, E)
+        again = epmoe.routing.as_routing(found, ROWS, K, E)
         again.scores.square().sum().backward()
         assert router.weight.grad.norm() > 0
         router.weight.grad = None

@@ -10,7 +10,8 @@ from torch import nn
 
 import epmoe
 from epmoe import EPGroup, MoEConfig, MoEKernel, MoELayer
-from epmoe.dispatch.base import DispatcherCapabilities, Pending
+from epmoe.dispatch.base import DispatcherCapabilities
+from epmoe.dispatch.inputs import Pending
 from epmoe.dispatch.local import LocalDispatcher
 from epmoe.overlap import MinTokens, Whole, current_microbatch, run_microbatched
 from epmoe.testing import RankFailed, poisoned_empty, run_ranks

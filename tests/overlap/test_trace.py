@@ -12,7 +12,8 @@ import torch
 
 import epmoe
 from epmoe import EPGroup, MoEConfig, MoEKernel, MoELayer, run_microbatched
-from epmoe.dispatch.base import DispatcherCapabilities, Pending
+from epmoe.dispatch.base import DispatcherCapabilities
+from epmoe.dispatch.inputs import Pending
 from epmoe.dispatch.local import LocalDispatcher
 from epmoe.overlap.timeline import Span, Timeline, union, without
 from epmoe.overlap.trace import ProcessRecorder, spans_of_kineto
