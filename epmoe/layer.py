@@ -27,6 +27,7 @@ from epmoe.ops.activation import apply_activation
 from epmoe.placement import ExpertPlacement
 from epmoe.quantized import (
     DOWN_INPUT_SCALE,
+    INPUT_SCALE,
     PROJECTIONS,
     SCALE_PARAMETERS,
     WithQuantizedExperts,
@@ -265,7 +266,8 @@ class MoELayer(WithLora, WithQuantizedExperts):
 
     def expert_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that differ between ranks, by name: the routed experts'. All others are replicated."""
-        named = {name: getattr(self, name) for name in EXPERT_PARAMETERS}
+        names = (*EXPERT_PARAMETERS, *((INPUT_SCALE,) if self._scales_by_expert else ()))
+        named = {name: getattr(self, name) for name in names}
         return {name: parameter for name, parameter in named.items() if parameter is not None}
 
     @torch.no_grad()
@@ -334,7 +336,7 @@ class MoELayer(WithLora, WithQuantizedExperts):
                     self._write_expert(name, local, tensor[row].to(parameters[name].device))
                 else:
                     copy_bits(parameters[name][local], tensor[row])
-        if DOWN_INPUT_SCALE in tensors:
+        if DOWN_INPUT_SCALE in tensors or INPUT_SCALE in tensors:
             self._look_at_scales()
         return [expert for _, _, expert in here]
 

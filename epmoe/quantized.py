@@ -15,29 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epmoe.checks import check_kind, said
+from epmoe.checks import check_kind
 from epmoe.comm import EPGroup
 from epmoe.config import MoEConfig
+from epmoe.fixed_scales import DOWN_INPUT_SCALE, INPUT_SCALE, WithFixedScales, version_of
 from epmoe.ops.quantize_blocks import BLOCK
 from epmoe.quant.config import QuantConfig
-from epmoe.quant.formats import FIELDS, FORMATS, weight_format
-from epmoe.quant.rows import QuantizedRows, quantize_rows_by
+from epmoe.quant.formats import FIELDS, FORMATS, SCALE_DTYPE, WeightFormat, weight_format
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
-INPUT_SCALE, DOWN_INPUT_SCALE = "gate_up_proj_input_scale", "down_proj_input_scale"
 SCALE_PARAMETERS = (*(name + suffix for name in PROJECTIONS for suffix in FIELDS), DOWN_INPUT_SCALE)
 
-SETTERS = {INPUT_SCALE: ("scales", "set_input_scale"), DOWN_INPUT_SCALE: ("down_scales", "set_down_input_scales")}
 
-
-class WithQuantizedExperts(nn.Module):
+class WithQuantizedExperts(WithFixedScales):
     """The part of `MoELayer` that knows quantized experts: parameters without a gradient, which keep their dtypes when
     the layer is converted."""
 
-    config: MoEConfig
     ep: EPGroup | None
-    name: str
-    local_experts: tuple[int, ...]
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
     _kernels: dict[Any, Any]
@@ -45,7 +39,6 @@ class WithQuantizedExperts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._wide_dtype = torch.get_default_dtype()
-        self._unset_scales: dict[str, tuple[nn.Parameter, int]] = {}  # fixed ones, as they were when they held nothing
         for name in (*SCALE_PARAMETERS, INPUT_SCALE):
             self.register_parameter(name, None)
 
@@ -62,6 +55,10 @@ class WithQuantizedExperts(nn.Module):
     @property
     def _zero_points(self) -> bool:
         return self.config.quant is not None and self.config.quant.zero_points
+
+    def _weight_format(self, scheme: str) -> WeightFormat:
+        assert self.config.quant is not None
+        return weight_format(scheme, self.weight_block, self.config.quant.scale_dtype)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,113 +85,17 @@ class WithQuantizedExperts(nn.Module):
             if self.weight_scheme is None:
                 setattr(self, name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
                 continue
-            form = weight_format(self.weight_scheme, self.weight_block)
+            form = self._weight_format(self.weight_scheme)
             for suffix, (part, kind) in form.parts(shape, self._zero_points).items():
                 self._hold(name + suffix, torch.empty(part, device=device, dtype=kind))
 
         self._make_input_scales(device)
 
-    def _make_input_scales(self, device: torch.device | str | None) -> None:
-        """The fixed scales of rows and of activations, NaN until they are set or loaded: a forward before that is
-        refused. Or none."""
-        quant, num_local = self.config.quant, len(self.local_experts)
-        for name, field, number in ((INPUT_SCALE, "scales", 1), (DOWN_INPUT_SCALE, "down_scales", num_local)):
-            static = quant is not None and getattr(quant, field) == "static"
-            if static != (getattr(self, name) is not None):
-                self._parameters[name] = None
-                self._unset_scales.pop(name, None)
-                if static:
-                    self._hold(name, torch.full((number,), torch.nan, dtype=torch.float32, device=device))
-                    self._mark_unset(name)
-
-    def _mark_unset(self, name: str) -> None:
-        parameter = getattr(self, name)
-        self._unset_scales[name] = (parameter, version_of(parameter))
-
-    def _look_at_scales(self) -> None:
-        """After something was loaded: which fixed scales still hold NaN, or do again. Waits for the device."""
-        for name in (INPUT_SCALE, DOWN_INPUT_SCALE):
-            parameter = getattr(self, name)
-            if type(parameter) is not nn.Parameter or parameter.device.type == "meta":  # DTensor, fake tensors
-                continue
-            self._unset_scales.pop(name, None)
-            if bool(parameter.isnan().any()):
-                self._mark_unset(name)
-
-    def _refuse_unset_scales(self) -> None:
-        """Raises `ValueError` for a fixed scale that nobody has written since it was made, by whatever way; does not
-        look at the device."""
-        for name, (parameter, version) in self._unset_scales.items():
-            now = getattr(self, name)
-            if now is parameter and version_of(now) == version and now.device.type != "meta":
-                field, setter = SETTERS[name]
-                raise ValueError(
-                    f"layer {self.name!r}: QuantConfig({field}='static') and {name} is not set: call {setter}(...), or "
-                    "load a checkpoint that has it, before the first forward"
-                )
-
-    @torch.no_grad()
-    def set_input_scale(self, scale: float | Tensor) -> None:
-        """Fixes the scale of rows of `QuantConfig(scales="static")`: a number, or those of all experts of a checkpoint
-        (`input_scale` of their gate and up projections), whose largest counts. The same on all ranks.
-
-        Raises:
-            ValueError: a layer whose scales are dynamic, or a scale that is not finite and > 0.
-        """
-        mine = getattr(self, INPUT_SCALE)
-        if mine is None:
-            raise ValueError(f"layer {self.name!r}: set_input_scale needs QuantConfig(scales='static')")
-        largest = numbers_of(f"layer {self.name!r}: scale", scale).max()
-        if not (torch.isfinite(largest) and largest > 0):
-            raise ValueError(f"layer {self.name!r}: scale={largest.item()}: must be finite and > 0")
-        mine.copy_(largest)
-        self._unset_scales.pop(INPUT_SCALE, None)
-
-    @torch.no_grad()
-    def set_down_input_scales(self, scales: float | Tensor) -> None:
-        """Fixes the scales of activations of `QuantConfig(down_scales="static")`.
-
-        Args:
-            scales: one number, or `[E]`, one for each logical expert: `input_scale` of a checkpoint's down projections.
-
-        Raises:
-            ValueError: a layer whose activations are scaled row by row, another shape, or a scale that is not finite
-                and > 0.
-        """
-        mine = getattr(self, DOWN_INPUT_SCALE)
-        if mine is None:
-            raise ValueError(f"layer {self.name!r}: set_down_input_scales needs QuantConfig(down_scales='static')")
-        given, num_experts = numbers_of(f"layer {self.name!r}: scales", scales), self.config.num_experts
-        if given.numel() != 1 and tuple(given.shape) != (num_experts,):
-            raise ValueError(
-                f"layer {self.name!r}: scales has shape {tuple(given.shape)}: must be one number, or ({num_experts},)"
-            )
-        if not (given.isfinite() & (given > 0)).all():
-            raise ValueError(f"layer {self.name!r}: scales={given.tolist()}: must be finite and > 0")
-        every = given.reshape(-1).expand(num_experts) if given.numel() == 1 else given
-        mine.copy_(every[list(self.local_experts)])
-        self._unset_scales.pop(DOWN_INPUT_SCALE, None)
-
-    def _as_sent(self, x: Tensor) -> Tensor | QuantizedRows:
-        """Rows as the kernel gets them: quantized here where their scale is fixed."""
-        scale, scheme = getattr(self, INPUT_SCALE), self.config.row_scheme
-        if scale is None or scheme is None:
-            return x
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise ValueError(
-                f"layer {self.name!r}: scales='static' with an x that needs a gradient: none flows through rows of a "
-                "fixed scale; use torch.no_grad(), or dynamic scales"
-            )
-        return quantize_rows_by(x, scale, scheme)
-
-    def _hold(self, name: str, tensor: Tensor) -> None:
-        setattr(self, name, nn.Parameter(tensor, requires_grad=False))
-
     def _parts(self, name: str, wide: Tensor) -> dict[str, Tensor]:
         """The parameters that `wide` `[n, N, K]` of one projection becomes, by name."""
         if self.weight_scheme is None:
             return {name: wide}
-        parts = weight_format(self.weight_scheme, self.weight_block).quantize(wide, self._zero_points)
+        parts = self._weight_format(self.weight_scheme).quantize(wide, self._zero_points)
         return {name + suffix: part for suffix, part in parts.items()}
 
     def _write_expert(self, name: str, local: int, wide: Tensor) -> None:
@@ -222,16 +123,19 @@ class WithQuantizedExperts(nn.Module):
             for suffix, field in FIELDS.items()
         }
         fields["down_input_scale"] = getattr(self, DOWN_INPUT_SCALE)
+        fields["gate_up_input_scale"] = getattr(self, INPUT_SCALE) if self._scales_by_expert else None
         return {field: tensor for field, tensor in fields.items() if tensor is not None}
 
     @torch.no_grad()
     def _quantize(self, quant: QuantConfig) -> None:
-        held, asked = (self.weight_scheme, self.weight_block), (quant.weights, quant.block)
-        if quant.weights is not None and self.weight_scheme is not None and asked != held:
-            blocks = "" if quant.block == self.weight_block else f" and block={self.weight_block}"
+        held, asked = (None if of is None or of.weights is None else _holds(of) for of in (self.config.quant, quant))
+        if held is not None and asked is not None and asked != held:
+            right = [
+                f"{field}={value!r}" for field, value in held.items() if field == "weights" or asked[field] != value
+            ]
             raise ValueError(
                 f"layer {self.name!r}: the experts are {self.weight_scheme} already: quantize_ takes wide ones, or a "
-                f"configuration with weights={self.weight_scheme!r}{blocks}"
+                f"configuration with {' and '.join(right)}"
             )
         if quant.weights is None and self.weight_scheme is not None:
             raise ValueError(
@@ -342,17 +246,10 @@ class WithQuantizedExperts(nn.Module):
             self._look_at_scales()
 
 
-def version_of(parameter: Tensor) -> int:
-    """How often it has been written to, where torch counts."""
-    return -1 if parameter.is_inference() else parameter._version
-
-
-def numbers_of(name: str, value: object) -> Tensor:
-    """A number, numbers or a tensor of them as float32."""
-    try:
-        return torch.as_tensor(value, dtype=torch.float32, device=value.device if isinstance(value, Tensor) else "cpu")
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{said(name, value)}: must be a number, or a tensor of numbers") from None
+def _holds(quant: QuantConfig) -> dict[str, Any]:
+    """What a configuration says of the tensors that hold the weights."""
+    fields = {name: getattr(quant, name) for name in ("weights", "block", "zero_points")}
+    return {**fields, "scale_dtype": quant.scale_dtype or SCALE_DTYPE}
 
 
 def check_loaded(name: str, tensor: Tensor, held: torch.dtype) -> None:

@@ -259,6 +259,15 @@ def test_a_second_configuration_may_change_all_but_the_weights(seed: int) -> Non
     for other in (QuantConfig("fp8_row"), QuantConfig()):
         with pytest.raises(ValueError, match="layer 'moe'.*fp8_block"):
             quantize_(layer, other)
+    layer = quantize_(make(seed), QuantConfig("int4_g32", scale_dtype="float16"))
+    assert layer.down_proj_scale_inv.dtype == torch.float16
+    quantize_(layer, QuantConfig("int4_g32", scale_dtype="float16", experts="reference"))
+    for other, more in (
+        (QuantConfig("int4_g32"), "scale_dtype='float16'"),
+        (QuantConfig("int4_g32", zero_points=True, scale_dtype="float16"), "zero_points=False"),
+    ):
+        with pytest.raises(ValueError, match=f"with weights='int4_g32' and {more}$"):
+            quantize_(layer, other)
 
 
 def test_experts_that_cannot_compute_it_leave_the_layer_as_it_was(seed: int) -> None:

@@ -103,7 +103,7 @@ class RowSpec:
             config.row_scheme,
             None if quant is None else quant.combine,
             None if quant is None else quant.gradients,
-            quant is not None and quant.scales == "static",
+            quant is not None and quant.scales == "static" and not quant.scales_by_expert,
         )
 
     @property

@@ -124,13 +124,17 @@ class ScaledPath(InferencePath):
 
     With scales per block GEMM1's epilogue quantizes the activation. A scale per row needs the whole row, as does the
     search for an inf or a NaN in it where experts' scales are fixed, and scales that are powers of two another
-    rounding: there the activation leaves GEMM1 in the rows' dtype and a pass of its own quantizes it.
+    rounding: there the activation leaves GEMM1 in the rows' dtype and a pass of its own quantizes it. Where experts
+    have fixed scales of rows too, each pair has a row of its own, quantized by its expert's.
     """
 
     def takes_rows(self, scheme: str | None, layout: str, training: bool = False) -> bool:
-        """Its weights' own scheme, in both layouts; in the batched one a gradient would be lost with the source."""
+        """Its weights' own scheme, in both layouts; in the batched one a gradient would be lost with the source. Wide
+        rows alone where each expert has a scale of its own for them."""
         if scheme is None:
             return True
+        if self.spec.scales_by_expert:
+            return False
         return scheme == self.spec.scheme and (layout == "standard" or not training)
 
     def workspace_shapes(self, num_rows: int, num_pairs: int) -> WorkspaceShapes:
@@ -148,7 +152,8 @@ class ScaledPath(InferencePath):
         spec = self.spec
         assert spec.scheme is not None
         form, h, i = row_format(spec.scheme), spec.hidden_size, spec.intermediate_size
-        first = [Part((num_rows, h), form.dtype), Part((num_rows, form.scales(h)), torch.float32)]
+        met = num_pairs if spec.scales_by_expert else num_rows
+        first = [Part((met, h), form.dtype), Part((met, form.scales(h)), torch.float32)]
         if spec.scheme != "fp8_block":
             first.append(Part((num_pairs, i), spec.dtype))
         second = [Part((num_pairs, i), form.dtype), Part((num_pairs, form.scales(i)), torch.float32)]
@@ -172,7 +177,12 @@ class ScaledPath(InferencePath):
         assert s1 is not None and s2 is not None
         start, end, index, divisor, n, expected_m = rows
         last = end[-1:] if span == n else end
-        if x_scale is None:  # of rows in their places only those of a segment: the others may hold anything
+        if weights.gate_up_input_scale is not None:
+            x, x_scale = quantize_by(
+                x, weights.gate_up_input_scale, start, end, scheme, index, divisor, _of_pairs(weight_in, index)
+            )
+            index, divisor, weight_in = None, 1, weight_in if index is None else None
+        elif x_scale is None:  # of rows in their places only those of a segment: the others may hold anything
             x, x_scale = quantize(x, scheme) if index is not None else quantize(x, scheme, last, span)
         act = (spec.activation.name, spec.activation.alpha, spec.activation.limit)
         fused, product = scheme == "fp8_block", "fp8_block" if row_format(scheme).group else scheme
@@ -211,7 +221,12 @@ class ScaledPath(InferencePath):
         values, scales, *wide = carved(early, first)
         a, a_scale = carved(late, second)
         (y,) = carved(early, [result])  # over what GEMM2 no longer reads
-        if x_scale is None:
+        if weights.gate_up_input_scale is not None:
+            fixed, weight = weights.gate_up_input_scale, _of_pairs(weight_in, index)
+            quantize_by_into(values, scales, x, fixed, start, end, scheme, index, divisor, weight)
+            x, x_scale = values, scales
+            index, divisor, weight_in = None, 1, weight_in if index is None else None
+        elif x_scale is None:
             covered = () if index is not None else (last, span)
             quantize_into(values, scales, x, scheme, *covered)
             x, x_scale = values, scales
@@ -229,3 +244,8 @@ class ScaledPath(InferencePath):
             y, a, a_scale, w2, s2, weights.down_bias, start, end, None, 1, product, expected_m, spec.block
         )
         return y
+
+
+def _of_pairs(weight_in: Tensor | None, index: Tensor | None) -> Tensor | None:
+    """The weights on the input that become part of pairs' scales; those of rows in their places are left to GEMM1."""
+    return None if index is None else weight_in

@@ -46,18 +46,25 @@ def check_weights(where: str, spec: ExpertsSpec, weights: ExpertWeights, num_loc
 def check_scales(where: str, spec: ExpertsSpec, weights: ExpertWeights) -> None:
     """Raises `ValueError` for weights that are not quantized as the spec says."""
     scheme = spec.scheme
-    if (fixed := weights.down_input_scale) is not None:
+    for name in ("gate_up", "down"):
+        fixed: Tensor | None = getattr(weights, f"{name}_input_scale")
+        here, values = f"{where}{name}_input_scale", getattr(weights, f"{name}_proj")
+        if name == "gate_up" and (fixed is not None) != spec.scales_by_expert:
+            given = "None" if fixed is None else "given"
+            raise ValueError(f"{here} is {given} with scales_by_expert={spec.scales_by_expert} in the spec: must agree")
+        if fixed is None:
+            continue
         if scheme is None or scheme in NARROW_SCHEMES or row_format(scheme).group:
             able = " or ".join(repr(s) for s in WEIGHT_SCHEMES if not row_format(s).group)
-            raise ValueError(f"{where}down_input_scale is given with scheme={scheme!r}: must be {able}")
-        each = (weights.down_proj.shape[0],)
-        if tuple(fixed.shape) != each or fixed.dtype != torch.float32 or fixed.device != weights.down_proj.device:
+            raise ValueError(f"{here} is given with scheme={scheme!r}: must be {able}")
+        each = (values.shape[0],)
+        if tuple(fixed.shape) != each or fixed.dtype != torch.float32 or fixed.device != values.device:
             raise ValueError(
-                f"{where}down_input_scale is {fixed.dtype} {tuple(fixed.shape)} on {fixed.device}: "
-                f"must be torch.float32 {each} on {weights.down_proj.device}"
+                f"{here} is {fixed.dtype} {tuple(fixed.shape)} on {fixed.device}: "
+                f"must be torch.float32 {each} on {values.device}"
             )
     for name, width in (("gate_up", spec.hidden_size), ("down", spec.intermediate_size)):
-        values: Tensor = getattr(weights, f"{name}_proj")
+        values = getattr(weights, f"{name}_proj")
         scale: Tensor | None = getattr(weights, f"{name}_scale")
         here = f"{where}{name}"
         zero, outer = getattr(weights, f"{name}_zero"), getattr(weights, f"{name}_outer")

@@ -43,7 +43,7 @@ class ReferenceExperts(Experts):
         for expert in range(rows.num_local):
             t, k = (local == expert).nonzero(as_tuple=True)  # also when there is none: its gradients are zeros then
             scale = rows.topk_weights[t, k, None].to(precise)
-            row = x[t].to(precise)
+            row = self._as_met(x[t].to(precise), weights, expert)
             adapters = None if rows.adapter_ids is None else rows.adapter_ids[t]
             y = self._expert(row * scale if scale_input else row, weights, expert, adapters)
             rows_of.append(t)
@@ -59,7 +59,7 @@ class ReferenceExperts(Experts):
         precise = torch.promote_types(x.dtype, torch.float32)
         results = []
         for expert, count in enumerate(rows.expert_num_tokens.tolist()):
-            row = x[expert, :count].to(precise)
+            row = self._as_met(x[expert, :count].to(precise), weights, expert)
             if self.spec.weight_on_input:
                 assert rows.topk_weights is not None
                 row = row * rows.topk_weights[expert, :count, None].to(precise)
@@ -88,9 +88,14 @@ class ReferenceExperts(Experts):
             h = self._by_fixed_scale(h, weights.down_input_scale[expert, None])
         return updated(F.linear(h, w2, bias2), h, "down")
 
+    def _as_met(self, row: Tensor, weights: ExpertWeights, expert: int) -> Tensor:
+        """`row [n, H]` as the expert's GEMM1 sees it, before any weight on it."""
+        fixed = weights.gate_up_input_scale
+        return row if fixed is None else self._by_fixed_scale(row, fixed[expert, None])
+
     def _by_fixed_scale(self, h: Tensor, scale: Tensor) -> Tensor:
-        """`h [n, I]` as a fixed scale lets GEMM2 see it: saturated, which no rounding undoes. Backward takes it for the
-        identity."""
+        """`h [n, *]` as a fixed scale lets a GEMM see it: saturated, which no rounding undoes. Backward takes it for
+        the identity."""
         assert self.spec.scheme is not None
         rounded = dequantize_rows(quantize_rows_by(h, scale, self.spec.scheme), h.dtype)
         return h + (rounded - h).detach() if h.requires_grad else rounded

@@ -35,8 +35,8 @@ class ExpertWeights:
             weights are packed along their last dimension.
         sums: where gradients of parts are added up, set by `sum_gradients`; None: autograd does.
         gate_up_zero, down_zero, gate_up_outer, down_outer: zero points and second scales of narrow weights, or None.
-        down_input_scale: `[L]` float32, fixed scales of what GEMM2 multiplies, each expert's; None: it is scaled row
-            by row.
+        gate_up_input_scale, down_input_scale: `[L]` float32, fixed scales of what GEMM1 and GEMM2 multiply, each
+            expert's; None: it is scaled row by row, or rows come quantized.
     """
 
     gate_up_proj: Tensor
@@ -52,6 +52,7 @@ class ExpertWeights:
     gate_up_outer: Tensor | None = None
     down_outer: Tensor | None = None
     down_input_scale: Tensor | None = None
+    gate_up_input_scale: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> ExpertWeights:
         """The same weights in `dtype`, differentiably; quantized ones keep their values and scales."""
@@ -85,6 +86,8 @@ class ExpertsSpec:
         scheme: of quantized weights, one of `quant.WEIGHT_SCHEMES` or `quant.NARROW_SCHEMES`; None where they are not.
         batch_invariant: a row's result must have the same bits whichever rows are with it, and however many.
         block: rows and columns of quantized weights that share a scale, of schemes with blocks.
+        scales_by_expert: rows come wide, and each expert quantizes its own by a fixed scale of its own
+            (`ExpertWeights.gate_up_input_scale`).
 
     Raises:
         ValueError: a field of another kind, or a size, scheme or dtype that there is not.
@@ -100,6 +103,7 @@ class ExpertsSpec:
     scheme: str | None = None
     batch_invariant: bool = False
     block: tuple[int, int] = BLOCK
+    scales_by_expert: bool = False
 
     def __post_init__(self) -> None:
         check_kind("ExpertsSpec.activation", self.activation, Activation, "an Activation, as Activation('swiglu')")
@@ -107,7 +111,7 @@ class ExpertsSpec:
             check_int(f"ExpertsSpec.{field}", getattr(self, field))
         check_kind("ExpertsSpec.dtype", self.dtype, torch.dtype, "one of " + ", ".join(map(str, DTYPES)))
         check_kind("ExpertsSpec.device", self.device, torch.device, "a torch.device, as torch.device('cpu')")
-        for field in ("weight_on_input", "lora", "batch_invariant"):
+        for field in ("weight_on_input", "lora", "batch_invariant", "scales_by_expert"):
             check_bool(f"ExpertsSpec.{field}", getattr(self, field))
         check_name("ExpertsSpec.scheme", self.scheme, FORMATS, none="weights that are not quantized")
 
@@ -125,6 +129,7 @@ class ExpertsSpec:
             None if config.quant is None else config.quant.weights,
             config.batch_invariant,
             BLOCK if config.quant is None else config.quant.block,
+            config.quant is not None and config.quant.scales_by_expert,
         )
 
 

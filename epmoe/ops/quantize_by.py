@@ -1,12 +1,14 @@
-"""Rows between the GEMMs to eight bits by scales that were fixed before, one for each expert: static scales of a
-checkpoint's down projections. On the path of a token where `ops/quantize.py` stands with scales of the rows' own.
+"""Rows to eight bits by scales that were fixed before, one for each expert: static scales of checkpoints' projections.
+On the path of a token where `ops/quantize.py` stands with scales of the rows' own: between the GEMMs, and before GEMM1
+where each expert has a scale of its own for the rows that came.
 
     row n of expert e ── values = round(x / fixed[e]), saturated; scale fixed[e]
 
 A row with an inf or a NaN has scale NaN and values 0, as there. Expert e owns rows row_start[e]:row_end[e]
-(`ops/_segments.py`).
+(`ops/_segments.py`). Before GEMM1 a row that came belongs to several experts, and is quantized for each: row n is then
+made of row row_index[n] // divisor of x.
 
-Letters: L local experts, T rows, H their width.
+Letters: L local experts, T rows, H their width, N rows quantized, T where there is no row_index.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor
 from epmoe.ops._dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from epmoe.ops._quant_configs import quantize_config
 from epmoe.ops._segments import check_segments
-from epmoe.ops._triton import INTERPRET, jit, next_power_of_2, on_device_of, op, tl, unit_stride, use_triton
+from epmoe.ops._triton import INTERPRET, check_flat, jit, next_power_of_2, on_device_of, op, tl, unit_stride, use_triton
 from epmoe.ops.quantize import ROW_FORMATS, SMALLEST_SCALE, RowFormat, _widen, magnitude_bits, round_scaled, row_format
 
 
@@ -29,7 +31,10 @@ def _quantize_by_kernel(
     fixed,
     row_start,
     row_end,
+    row_index,
+    weight,
     x_stride,
+    DIVISOR: tl.constexpr,
     H: tl.constexpr,
     L: tl.constexpr,
     L_BLOCK: tl.constexpr,
@@ -37,8 +42,8 @@ def _quantize_by_kernel(
     DEPENDENT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Program p quantizes row p, if an expert owns it, in two walks over steps of BLOCK columns, or one where a step
-    holds the row."""
+    """Program p makes row p, if an expert owns it, in two walks over steps of BLOCK columns, or one where a step holds
+    the row."""
     experts = tl.arange(0, L_BLOCK)
     wait_for_previous(DEPENDENT)
     let_next_start(DEPENDENT)
@@ -49,6 +54,12 @@ def _quantize_by_kernel(
         scale = tl.sum(tl.where(owner, tl.load(fixed + experts, mask=experts < L, other=0.0), 0.0))
         cols = tl.arange(0, BLOCK)
         at = x + row * x_stride
+        stored = scale
+        if row_index is not None:
+            pair = tl.load(row_index + row)
+            at = x + (pair // DIVISOR).to(tl.int64) * x_stride
+            if weight is not None:
+                stored = scale * tl.load(weight + pair).to(tl.float32)
         v = _widen(tl.load(at + cols, mask=cols < H, other=0.0), INTERPRETED)
         amax = tl.max(magnitude_bits(v), axis=0)
         for first in range(BLOCK, H, BLOCK):
@@ -56,7 +67,7 @@ def _quantize_by_kernel(
             amax = tl.maximum(amax, tl.max(magnitude_bits(v), axis=0))
         finite = amax < 0x7F800000
         inverse = tl.where(finite, tl.div_rn(1.0, tl.maximum(scale, 1.1754943508222875e-38)), 0.0)
-        tl.store(scales + row, tl.where(finite, scale, float("nan")))
+        tl.store(scales + row, tl.where(finite, stored, float("nan")))
         for first in tl.static_range(0, H, BLOCK):
             if H > BLOCK:
                 v = _widen(tl.load(at + first + cols, mask=first + cols < H, other=0.0), INTERPRETED)
@@ -64,7 +75,16 @@ def _quantize_by_kernel(
             tl.store(values + row * H + first + cols, q, mask=first + cols < H)
 
 
-def _check(x: Tensor, fixed: Tensor, row_start: Tensor, row_end: Tensor, scheme: str) -> RowFormat:
+def _check(
+    x: Tensor,
+    fixed: Tensor,
+    row_start: Tensor,
+    row_end: Tensor,
+    scheme: str,
+    row_index: Tensor | None,
+    divisor: int,
+    weight: Tensor | None,
+) -> RowFormat:
     unit_stride(x, "x")
     form = row_format(scheme)
     if form.group:
@@ -78,23 +98,56 @@ def _check(x: Tensor, fixed: Tensor, row_start: Tensor, row_end: Tensor, scheme:
             f"{x.device}"
         )
     check_segments(row_start, row_end, fixed.shape[0])
+    if row_index is not None:
+        check_flat(row_index, "row_index", torch.int32)
+    elif weight is not None:
+        raise ValueError("weight without row_index: must be None, since it is one for each pair")
+    if weight is not None:
+        check_flat(weight, "weight", torch.float32, torch.float64)
+    if divisor < 1:
+        raise ValueError(f"divisor={divisor}: must be at least 1")
     return form
 
 
-def _launch(x: Tensor, fixed: Tensor, row_start: Tensor, row_end: Tensor, values: Tensor, scales: Tensor) -> None:
-    (T, H), L = x.shape, fixed.shape[0]
+def _rows(x: Tensor, row_index: Tensor | None) -> int:
+    """N."""
+    return x.shape[0] if row_index is None else row_index.shape[0]
+
+
+def _launch(
+    x: Tensor,
+    fixed: Tensor,
+    row_start: Tensor,
+    row_end: Tensor,
+    row_index: Tensor | None,
+    divisor: int,
+    weight: Tensor | None,
+    values: Tensor,
+    scales: Tensor,
+) -> None:
+    (N, H), L = values.shape, fixed.shape[0]
     if values.numel() == 0 or L == 0:
         return
-    config = quantize_config(T, H)
+    config = quantize_config(N, H)
     with on_device_of(x):
-        _quantize_by_kernel[(T,)](
-            x, values, scales, fixed, row_start, row_end, x.stride(0), H=H, L=L, L_BLOCK=next_power_of_2(L),
-            BLOCK=config.block, INTERPRETED=INTERPRET, num_warps=config.num_warps, **dependent_launch(x.device),
+        _quantize_by_kernel[(N,)](
+            x, values, scales, fixed, row_start, row_end, row_index, weight, x.stride(0), DIVISOR=divisor, H=H, L=L,
+            L_BLOCK=next_power_of_2(L), BLOCK=config.block, INTERPRETED=INTERPRET, num_warps=config.num_warps,
+            **dependent_launch(x.device),
         )  # fmt: skip
 
 
 @op("quantize_by")
-def quantize_by(x: Tensor, fixed: Tensor, row_start: Tensor, row_end: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
+def quantize_by(
+    x: Tensor,
+    fixed: Tensor,
+    row_start: Tensor,
+    row_end: Tensor,
+    scheme: str,
+    row_index: Tensor | None = None,
+    divisor: int = 1,
+    weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Rows as eight-bit values by their experts' scales; what is past the largest value saturates.
 
     Args:
@@ -102,29 +155,43 @@ def quantize_by(x: Tensor, fixed: Tensor, row_start: Tensor, row_end: Tensor, sc
         fixed: `[L]` float32 on the device, > 0.
         row_start, row_end: `[L]` int32 on the device, the rows of each expert. No others are read or written.
         scheme: `fp8_row` or `int8_row`.
+        row_index: `[N]` int32, whose row `row_index[n] // divisor` of x becomes row n; None: row n does, N = T.
+        divisor: K where `row_index` counts pairs.
+        weight: `[pairs]` float32, by which row n is multiplied, `weight[row_index[n]]`: its scale is. None: by nothing.
 
     Returns:
-        values `[T, H]` float8_e4m3fn or int8, and scales `[T, 1]` float32. Not differentiable.
+        values `[N, H]` float8_e4m3fn or int8, and scales `[N, 1]` float32. Not differentiable.
 
     Raises:
         ValueError: a scheme with scales per block, or arguments that are not that.
     """
-    form = _check(x, fixed, row_start, row_end, scheme)
-    values, scales = x.new_empty(x.shape, dtype=form.dtype), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+    form = _check(x, fixed, row_start, row_end, scheme, row_index, divisor, weight)
+    n = _rows(x, row_index)
+    values, scales = x.new_empty(n, x.shape[1], dtype=form.dtype), x.new_empty(n, 1, dtype=torch.float32)
     if use_triton(x):
-        _launch(x, fixed, row_start, row_end, values, scales)
+        _launch(x, fixed, row_start, row_end, row_index, divisor, weight, values, scales)
     else:
-        _reference_into(values, scales, x, fixed, row_start, row_end, form)
+        _reference_into(values, scales, x, fixed, row_start, row_end, row_index, divisor, weight, form)
     return values, scales
 
 
 @quantize_by.register_fake
-def _(x, fixed, row_start, row_end, scheme):
-    return x.new_empty(x.shape, dtype=row_format(scheme).dtype), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+def _(x, fixed, row_start, row_end, scheme, row_index=None, divisor=1, weight=None):
+    n = _rows(x, row_index)
+    return x.new_empty(n, x.shape[1], dtype=row_format(scheme).dtype), x.new_empty(n, 1, dtype=torch.float32)
 
 
 def quantize_by_into(
-    values: Tensor, scales: Tensor, x: Tensor, fixed: Tensor, row_start: Tensor, row_end: Tensor, scheme: str
+    values: Tensor,
+    scales: Tensor,
+    x: Tensor,
+    fixed: Tensor,
+    row_start: Tensor,
+    row_end: Tensor,
+    scheme: str,
+    row_index: Tensor | None = None,
+    divisor: int = 1,
+    weight: Tensor | None = None,
 ) -> None:
     """`quantize_by` into buffers of the caller's, planned workspaces; no torch op.
 
@@ -134,42 +201,61 @@ def quantize_by_into(
     Raises:
         ValueError: as `quantize_by`, or a buffer does not fit.
     """
-    form = _check(x, fixed, row_start, row_end, scheme)
+    form = _check(x, fixed, row_start, row_end, scheme, row_index, divisor, weight)
+    n = _rows(x, row_index)
     for name, t, shape, dtype in (
-        ("values", values, tuple(x.shape), form.dtype),
-        ("scales", scales, (x.shape[0], 1), torch.float32),
+        ("values", values, (n, x.shape[1]), form.dtype),
+        ("scales", scales, (n, 1), torch.float32),
     ):
         if tuple(t.shape) != shape or t.dtype != dtype or not t.is_contiguous():
             raise ValueError(f"{name} is {t.dtype} {tuple(t.shape)}: must be contiguous {dtype} {shape} for {scheme!r}")
     if use_triton(x):
-        _launch(x, fixed, row_start, row_end, values, scales)
+        _launch(x, fixed, row_start, row_end, row_index, divisor, weight, values, scales)
     else:
-        _reference_into(values, scales, x, fixed, row_start, row_end, form)
+        _reference_into(values, scales, x, fixed, row_start, row_end, row_index, divisor, weight, form)
 
 
 def quantize_by_reference(
-    x: Tensor, fixed: Tensor, row_start: Tensor, row_end: Tensor, scheme: str
+    x: Tensor,
+    fixed: Tensor,
+    row_start: Tensor,
+    row_end: Tensor,
+    scheme: str,
+    row_index: Tensor | None = None,
+    divisor: int = 1,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The torch twin of `quantize_by`: the same bits."""
-    form = row_format(scheme)
-    values, scales = x.new_empty(x.shape, dtype=form.dtype), x.new_empty(x.shape[0], 1, dtype=torch.float32)
-    _reference_into(values, scales, x, fixed, row_start, row_end, form)
+    form, n = row_format(scheme), _rows(x, row_index)
+    values, scales = x.new_empty(n, x.shape[1], dtype=form.dtype), x.new_empty(n, 1, dtype=torch.float32)
+    _reference_into(values, scales, x, fixed, row_start, row_end, row_index, divisor, weight, form)
     return values, scales
 
 
 def _reference_into(
-    values: Tensor, scales: Tensor, x: Tensor, fixed: Tensor, row_start: Tensor, row_end: Tensor, form: RowFormat
+    values: Tensor,
+    scales: Tensor,
+    x: Tensor,
+    fixed: Tensor,
+    row_start: Tensor,
+    row_end: Tensor,
+    row_index: Tensor | None,
+    divisor: int,
+    weight: Tensor | None,
+    form: RowFormat,
 ) -> None:
     if fixed.shape[0] == 0:
         return
-    n = torch.arange(x.shape[0], device=x.device)[:, None]
+    n = torch.arange(values.shape[0], device=x.device)[:, None]
     owner = (n >= row_start) & (n < row_end)
     rows = owner.any(1).nonzero()[:, 0]
     scale = fixed[owner[rows].int().argmax(1)][:, None]
-    wide = x[rows].float()
+    pairs = rows if row_index is None else row_index[rows].long()
+    wide = x[pairs // divisor if row_index is not None else rows].float()
     finite = wide.isfinite().all(1, keepdim=True)
     inverse = 1.0 / scale.clamp_min(SMALLEST_SCALE)
     scaled = torch.where(finite, wide * inverse, 0).clamp(-form.largest, form.largest)
     own = (scaled.round() if form.dtype == torch.int8 else scaled).nan_to_num(0).to(form.dtype)
     values.view(torch.uint8)[rows] = own.view(torch.uint8)  # index_put has no kernel for fp8 everywhere
-    scales[rows] = torch.where(finite, scale, torch.nan)
+    stored = scale if weight is None else scale * weight[pairs, None].float()
+    scales[rows] = torch.where(finite, stored, torch.nan)

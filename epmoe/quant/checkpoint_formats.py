@@ -1,9 +1,12 @@
 """Narrow weights as released checkpoints hold them, and as `NarrowWeights`: numbers are moved and never rounded again.
 
     GPTQ    qweight int32 [K·b/32, N], bits i·b.. of word r: input row r·32/b + i, unsigned
-            qzeros int32 [S, N·b/32], likewise along N, less 1 (not in `gptq_v2`); scales [S, N]; g_idx [K]
+            qzeros int32 [S, N·b/32], likewise along N, each less 1, or the word as a whole less 1 in each place, or as
+            they are (`gptq_v2`); scales [S, N]; g_idx [K]
     AWQ     qweight int32 [K, N/8], bits 4·i.. of word c: output column 8·c + (0 2 4 6 1 3 5 7)[i]
             qzeros int32 [S, N/8] likewise, as they are; scales [S, N]
+    packed  weight_packed int32 [N, K·b/32], bits b·i.. of word c: input column c·32/b + i, unsigned; weight_scale
+            [N, S]; weight_zero_point int32 [N·b/32, S], packed along N, as they are, or none
     MXFP4   blocks uint8 [E, N, K/32, 16], the even column in the low half; scales uint8 [E, N, K/32]
     MXFP6   blocks uint8 [E, N, K/32, 24], six bits a column from the lowest on, four in three bytes; scales as MXFP4
     NVFP4   weight uint8 [N, K/2], the even column in the low half; weight_scale e4m3 [N, K/16]; weight_scale_2 a number
@@ -35,6 +38,62 @@ class Imported(NamedTuple):
     order: Tensor | None
 
 
+class Integers(NamedTuple):
+    """A linear layer in integers, one group for each input row: `(codes - points[group]) · scales[group]`.
+
+    Attributes:
+        codes: uint8 `[K, N]`, unsigned.
+        points: uint8 `[S, N]`, zero points.
+        scales: `[S, N]`.
+        group: int64 `[K]`, the group of each row.
+        bits: 4 or 8.
+        group_size: rows of a group, -1: all of them.
+    """
+
+    codes: Tensor
+    points: Tensor
+    scales: Tensor
+    group: Tensor
+    bits: int
+    group_size: int
+
+
+def gptq_integers(
+    qweight: Tensor,
+    qzeros: Tensor,
+    scales: Tensor,
+    g_idx: Tensor | None = None,
+    *,
+    bits: int = 4,
+    group_size: int = 128,
+    zeros_less_one: bool = True,
+    zeros_borrow: bool = False,
+) -> Integers:
+    """What a GPTQ layer's words hold, in the order of its rows. Arguments and errors as of `from_gptq`."""
+    if bits not in (4, 8):
+        raise ValueError(f"bits={bits}: must be 4 or 8")
+    per_word = 32 // bits
+    _words(qweight, "qweight")
+    k, n = qweight.shape[0] * per_word, qweight.shape[1]
+    groups = _groups(k, group_size)
+    _fits(scales, "scales", (groups, n))
+    _words(qzeros, "qzeros", (groups, -(-n // per_word)))
+    codes = _unpack(qweight.T, bits).T
+    if zeros_less_one and zeros_borrow:
+        qzeros = qzeros + sum(1 << place for place in range(0, 32, bits))
+    points = _unpack(qzeros, bits)[:, :n]
+    if zeros_less_one and not zeros_borrow:
+        points = (points + 1) & ((1 << bits) - 1)
+    group = _plain_groups(k, group_size, qweight.device)
+    if g_idx is not None:
+        _fits(g_idx, "g_idx", (k,))
+        group = g_idx.long()
+        if not bool(((group >= 0) & (group < groups)).all()):
+            found = f"{int(group.min())} to {int(group.max())}"
+            raise ValueError(f"g_idx names groups from {found}: must be from 0 to {groups - 1}, as scales has")
+    return Integers(codes, points, scales, group, bits, group_size)
+
+
 def from_gptq(
     qweight: Tensor,
     qzeros: Tensor,
@@ -44,6 +103,7 @@ def from_gptq(
     bits: int = 4,
     group_size: int = 128,
     zeros_less_one: bool = True,
+    zeros_borrow: bool = False,
 ) -> Imported:
     """One linear layer of a GPTQ checkpoint.
 
@@ -57,32 +117,30 @@ def from_gptq(
         bits: 4 or 8.
         group_size: 32, 64, a multiple of 128, or -1: one group.
         zeros_less_one: zero points are stored less one, as `checkpoint_format="gptq"` has it and `gptq_v2` has not.
+        zeros_borrow: one was taken from every zero point of a word at once, as GPTQModel does, so that a zero point of
+            0 borrowed from the next one; else each is by itself, and 0 stored as the largest. The same without a 0.
 
     Raises:
         ValueError: shapes or dtypes are not those, or groups of g_idx that are not `group_size` columns each.
     """
-    if bits not in (4, 8):
-        raise ValueError(f"bits={bits}: must be 4 or 8")
-    per_word = 32 // bits
+    return narrow_of(
+        gptq_integers(
+            qweight, qzeros, scales, g_idx,
+            bits=bits, group_size=group_size, zeros_less_one=zeros_less_one, zeros_borrow=zeros_borrow,
+        )
+    )  # fmt: skip
+
+
+def awq_integers(qweight: Tensor, qzeros: Tensor, scales: Tensor, *, group_size: int = 128) -> Integers:
+    """What an AWQ layer's words hold. Arguments and errors as of `from_awq`."""
     _words(qweight, "qweight")
-    k, n = qweight.shape[0] * per_word, qweight.shape[1]
-    group = k if group_size == -1 else group_size
-    _fits(scales, "scales", (-(-k // group), n))
-    _words(qzeros, "qzeros", (-(-k // group), -(-n // per_word)))
-    codes = _unpack(qweight, bits, range(per_word)).transpose(1, 2).reshape(k, n)
-    points = _unpack(qzeros, bits, range(per_word)).flatten(1)[:, :n]
-    if zeros_less_one:
-        points = (points + 1) & ((1 << bits) - 1)
-    order = None
-    if g_idx is not None:
-        _fits(g_idx, "g_idx", (k,))
-        plain = torch.arange(k, device=g_idx.device) // group
-        if not torch.equal(g_idx.long(), plain):
-            order = g_idx.long().argsort(stable=True)
-            if not torch.equal(g_idx.long()[order], plain):
-                raise ValueError(f"g_idx has groups that are not of {group} columns: must be those of group_size")
-            codes = codes[order]
-    return Imported(_of_integers(codes, points, scales, bits, group_size), order)
+    k, n = qweight.shape[0], qweight.shape[1] * 8
+    groups = _groups(k, group_size)
+    _fits(scales, "scales", (groups, n))
+    _words(qzeros, "qzeros", (groups, n // 8))
+    place = [AWQ_ORDER.index(column) for column in range(8)]
+    codes, points = (_unpack(words, 4).unflatten(-1, (-1, 8))[..., place].flatten(1) for words in (qweight, qzeros))
+    return Integers(codes, points, scales, _plain_groups(k, group_size, qweight.device), 4, group_size)
 
 
 def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, *, group_size: int = 128) -> NarrowWeights:
@@ -91,14 +149,85 @@ def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, *, group_size: int
     Raises:
         ValueError: shapes or dtypes are not as above, or a group size other than 32, 64, multiples of 128, or -1.
     """
-    _words(qweight, "qweight")
-    k, n = qweight.shape[0], qweight.shape[1] * 8
-    shape = (1 if group_size == -1 else -(-k // group_size), n)
-    _fits(scales, "scales", shape)
-    _words(qzeros, "qzeros", (shape[0], n // 8))
-    place = [AWQ_ORDER.index(column) for column in range(8)]
-    codes, points = (_unpack(words, 4, place).flatten(1) for words in (qweight, qzeros))
-    return _of_integers(codes, points, scales, 4, group_size)
+    return narrow_of(awq_integers(qweight, qzeros, scales, group_size=group_size)).weights
+
+
+def packed_integers(
+    weight_packed: Tensor,
+    weight_scale: Tensor,
+    weight_zero_point: Tensor | None = None,
+    weight_g_idx: Tensor | None = None,
+    *,
+    width: int,
+    bits: int = 4,
+    group_size: int = 128,
+) -> Integers:
+    """What the words of a linear layer in compressed-tensors' `pack-quantized` hold, in the order of its rows.
+
+    Args:
+        weight_packed, weight_scale, weight_zero_point: as above; no zero points: they are the middle code.
+        weight_g_idx: the group of each input column, where activation order was kept; -1 everywhere is none.
+        width: K, `weight_shape[1]`.
+        bits, group_size: as of `from_gptq`.
+
+    Raises:
+        ValueError: shapes or dtypes are not those.
+    """
+    if bits not in (4, 8):
+        raise ValueError(f"bits={bits}: must be 4 or 8")
+    per_word = 32 // bits
+    _words(weight_packed, "weight_packed")
+    n, groups = weight_packed.shape[0], _groups(width, group_size)
+    _fits(weight_packed, "weight_packed", (n, -(-width // per_word)))
+    _fits(weight_scale, "weight_scale", (n, groups))
+    codes = _unpack(weight_packed, bits)[:, :width].T
+    if weight_zero_point is None:
+        points = codes.new_full((groups, n), 1 << bits - 1)
+    else:
+        _words(weight_zero_point, "weight_zero_point", (-(-n // per_word), groups))
+        points = _unpack(weight_zero_point.T, bits)[:, :n]
+    group = _plain_groups(width, group_size, codes.device)
+    if weight_g_idx is not None and not bool((weight_g_idx < 0).all()):
+        _fits(weight_g_idx, "weight_g_idx", (width,))
+        group = weight_g_idx.long()
+    return Integers(codes, points, weight_scale.T, group, bits, group_size)
+
+
+def narrow_of(integers: Integers) -> Imported:
+    """The same numbers as `[1, N, K]`, their columns sorted by group where the groups do not lie together.
+
+    Raises:
+        ValueError: a group size other than 32, 64, multiples of 128, or -1, or groups that are not of that size.
+    """
+    codes, points, scales, group, bits, size = integers
+    k, half = codes.shape[0], 1 << bits - 1
+    scheme, order = integer_scheme(bits, size), None
+    plain = _plain_groups(k, size, group.device)
+    if not torch.equal(group, plain):
+        order = group.argsort(stable=True)
+        if not torch.equal(group[order], plain):
+            raise ValueError(f"g_idx has groups that are not of {size} columns: must be those of group_size")
+        codes = codes[order]
+    if scheme.endswith("_g128") and size > 128:
+        scales, points = (t.repeat_interleave(size // 128, 0)[: -(-k // 128)] for t in (scales, points))
+    if scales.dtype not in narrow_format(scheme).scale_dtypes:
+        raise ValueError(f"scales is {scales.dtype}: must be torch.float16, torch.bfloat16 or torch.float32")
+    zeros = None if bool((points == half).all()) else (points.short() - half).to(torch.int8)[None].contiguous()
+    values = pack_nibbles(codes.T, half) if bits == 4 else (codes ^ half).view(torch.int8).T.contiguous()
+    return Imported(NarrowWeights(values[None], scales[None].contiguous(), scheme, k, zeros), order)
+
+
+def integer_scheme(bits: int, group_size: int) -> str:
+    """The scheme of integers of `bits` with a scale for each group of 32, 64, a multiple of 128, or -1, all columns.
+
+    Raises:
+        ValueError: groups of another size.
+    """
+    if group_size in (-1, 32, 64):
+        return f"int{bits}_channel" if group_size == -1 else f"int{bits}_g{group_size}"
+    if group_size > 0 and group_size % 128 == 0:
+        return f"int{bits}_g128"
+    raise ValueError(f"group_size={group_size}: must be 32, 64, a multiple of 128, or -1")
 
 
 def from_mxfp4_blocks(blocks: Tensor, scales: Tensor, *, interleaved: bool = False) -> NarrowWeights:
@@ -206,36 +335,26 @@ def _fits(t: Tensor, name: str, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} has shape {tuple(t.shape)}: must be {shape}, as the other parts say")
 
 
-def _unpack(words: Tensor, bits: int, places: Sequence[int]) -> Tensor:
-    """int32 `[..., W]` as unsigned numbers `[..., W, 32 / bits]`, number j from place `places[j]` of its word."""
-    shifts = torch.tensor([bits * place for place in places], dtype=torch.int32, device=words.device)
-    return words[..., None] >> shifts & ((1 << bits) - 1)
+def _groups(k: int, group_size: int) -> int:
+    if group_size != -1 and group_size < 1:
+        raise ValueError(f"group_size={group_size}: must be 32, 64, a multiple of 128, or -1")
+    return 1 if group_size == -1 else -(-k // group_size)
+
+
+def _plain_groups(k: int, group_size: int, device: torch.device) -> Tensor:
+    """int64 `[K]`, of groups that lie together."""
+    return torch.arange(k, device=device) // (k if group_size == -1 else group_size)
+
+
+def _unpack(words: Tensor, bits: int) -> Tensor:
+    """int32 `[..., W]` as unsigned numbers `[..., W · 32 / bits]`, uint8, each word's lowest bits first."""
+    parts = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return parts if bits == 8 else _pairs(parts)
 
 
 def _pairs(packed: Tensor) -> Tensor:
     """uint8 `[..., B]` as codes `[..., 2·B]`, low halves first."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
-
-
-def _of_integers(codes: Tensor, points: Tensor, scales: Tensor, bits: int, group_size: int) -> NarrowWeights:
-    """`[1, N, K]` of unsigned codes `[K, N]` and zero points `[S, N]`."""
-    k, half = codes.shape[0], 1 << bits - 1
-    if group_size in (-1, 32, 64):
-        name = "channel" if group_size == -1 else f"g{group_size}"
-    elif group_size > 0 and group_size % 128 == 0:
-        name, repeat = "g128", group_size // 128
-        scales, points = (t.repeat_interleave(repeat, 0)[: -(-k // 128)] for t in (scales, points))
-    else:
-        raise ValueError(f"group_size={group_size}: must be 32, 64, a multiple of 128, or -1")
-    scheme = f"int{bits}_{name}"
-    zeros = None if (points == half).all() else (points - half).to(torch.int8)[None].contiguous()
-    if bits == 4:
-        values = pack_nibbles(codes.to(torch.uint8).T, half)
-    else:
-        values = (codes - half).to(torch.int8).T.contiguous()
-    if scales.dtype not in narrow_format(scheme).scale_dtypes:
-        raise ValueError(f"scales is {scales.dtype}: must be torch.float16, torch.bfloat16 or torch.float32")
-    return NarrowWeights(values[None], scales[None].contiguous(), scheme, k, zeros)
 
 
 def _bits(t: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ from typing import Any
 from epmoe.checks import check_bool
 from epmoe.ops.quantize import row_format
 from epmoe.ops.quantize_blocks import BLOCK, block_mismatch
-from epmoe.quant.formats import FORMATS
+from epmoe.quant.formats import FORMATS, scale_dtype_mismatch
 from epmoe.quant.rows import ROW_SCHEMES
+from epmoe.quant.stored import read_settings
 from epmoe.quant.weights import scheme_block_mismatch
 
 AS_WEIGHTS = "as weights"
@@ -45,12 +46,15 @@ class QuantConfig:
         block: rows and columns of w that share a scale in block schemes, the last of each partial: rows 1, 2, 4, .. 128
             or a multiple of 128, columns 32, 64 or a multiple of 128. Rows of activations have a scale for 128 columns
             all the same. The fastest kernels are those of 128 × 128.
-        scales: of rows, `dynamic`, each row's own, or `static`: one number, fixed before (`MoELayer.set_input_scale`),
-            by which rows are quantized before they are sent. For serving, with `fp8_row` or `int8_row` rows. It must
-            be one number for all experts: a row is sent once, to several of them.
+        scales: of rows, `dynamic`, each row's own, or `static`: fixed before (`MoELayer.set_input_scale`). For serving,
+            with `fp8_row` or `int8_row` rows. Rows that are quantized before they are sent have one number for all
+            experts, since a row is sent once, to several of them. With `activations=None` they travel wide, and each
+            expert quantizes its own by its own number.
         down_scales: of the activation between the GEMMs, `dynamic`, or `static`: one number for each expert
             (`MoELayer.set_down_input_scales`), with `fp8_row` or `int8_row` weights. What is past it saturates.
         zero_points: of integer schemes that may have them, as GPTQ and AWQ checkpoints do.
+        scale_dtype: of the scales of integer schemes, `bfloat16` (also None), `float16` or `float32`: as the checkpoint
+            has them, so that they keep their bits.
 
     Raises:
         ValueError: a scheme that does not exist, or fields that do not go together.
@@ -70,6 +74,7 @@ class QuantConfig:
     scales: str = "dynamic"
     down_scales: str = "dynamic"
     zero_points: bool = False
+    scale_dtype: str | None = None
 
     def __post_init__(self) -> None:
         _scheme("weights", self.weights, tuple(FORMATS))
@@ -92,6 +97,8 @@ class QuantConfig:
                 raise ValueError(f"QuantConfig.{field}={getattr(self, field)!r}: must be 'dynamic' or 'static'")
         if self.scales == "static":
             rows = self.rows
+            if rows is None and self.weights is not None:
+                rows = FORMATS[self.weights].rows
             if self.weights is None or rows is None or row_format(rows).group:
                 raise ValueError(
                     f"QuantConfig.scales='static' with weights={self.weights!r} and rows in {rows!r}: must be "
@@ -107,6 +114,13 @@ class QuantConfig:
         if self.zero_points and (self.weights is None or not FORMATS[self.weights].zeros):
             able = ", ".join(scheme for scheme, form in FORMATS.items() if form.zeros)
             raise ValueError(f"QuantConfig.zero_points=True with weights={self.weights!r}: must be one of {able}")
+        if (reason := scale_dtype_mismatch(self.weights, self.scale_dtype)) is not None:
+            raise ValueError(f"QuantConfig.scale_dtype={self.scale_dtype!r} with weights={self.weights!r}: {reason}")
+
+    @property
+    def scales_by_expert(self) -> bool:
+        """Whether rows travel wide and are quantized by fixed scales of the experts that they meet."""
+        return self.scales == "static" and self.rows is None
 
     @property
     def rows(self) -> str | None:
@@ -117,22 +131,31 @@ class QuantConfig:
 
     @classmethod
     def from_checkpoint(cls, settings: Mapping[str, Any], **fields: Any) -> QuantConfig:
-        """The configuration of a released fp8 checkpoint, from the `quantization_config` of its `config.json`.
+        """The configuration that holds a released checkpoint's experts as they are, from the `quantization_config` of
+        its `config.json`.
 
         Args:
             settings: DeepSeek's form, `quant_method="fp8"`, `weight_block_size=[128, 128]` or another `block`,
                 `scale_fmt="ue8m0"` where scales are powers of two; or without a block: weights with one scale for a
                 tensor or a channel (`weight_scale`), and rows likewise under `activation_scheme="static"`
-                (`input_scale`).
+                (`input_scale`). Or those of GPTQ, AWQ, AutoRound, MXFP4, compressed-tensors or ModelOpt, as
+                `quant.stored.read_settings` reads them.
             fields: other fields of the `QuantConfig`.
 
         Raises:
-            ValueError: another method, number format, block, or kind of scales.
+            ValueError: another method, number format, block, or kind of scales, or layers that are not all alike.
         """
-        if not isinstance(settings, Mapping):
-            raise ValueError(f"settings is a {type(settings).__name__}: must be the dict of quantization_config")
+        stored = read_settings(settings)
+        if stored.method != "fp8":
+            if stored.scheme is None:
+                raise ValueError(
+                    f"quantization_config of {stored.method} has layers of several kinds: name that of the experts, "
+                    "such as QuantConfig('nvfp4')"
+                )
+            given: dict[str, Any] = {"scales": "static", "down_scales": "static"} if stored.static else {}
+            given |= {} if stored.block is None else {"block": stored.block}
+            return cls(stored.scheme, **({"zero_points": stored.zero_points} | given | fields))
         for name, right in (
-            ("quant_method", ("fp8",)),
             ("activation_scheme", ("dynamic", "static", None)),
             ("fmt", ("e4m3", "e4m3fn", "float8_e4m3fn", None)),
             ("scale_fmt", ("ue8m0", "float", None)),

@@ -31,6 +31,10 @@ from epmoe.quant.weights import (
 
 Shape = tuple[int, ...]
 SCALE, ZERO, OUTER = "_scale_inv", "_zero", "_outer"
+SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+"""Of scales of integers, by `QuantConfig.scale_dtype`."""
+SCALE_DTYPE = "bfloat16"
+"""What None stands for there."""
 FIELDS = {SCALE: "scale", ZERO: "zero", OUTER: "outer"}
 """The part of an `ExpertWeights` field's name that stands for a suffix: `gate_up_proj_scale_inv` is `gate_up_scale`."""
 
@@ -60,16 +64,21 @@ def _scaled(scheme: str, w: Tensor, zeros: bool, block: tuple[int, int] = BLOCK)
     return parts_of(quantize_weights(w, scheme, block))
 
 
-def _narrow_parts(scheme: str, shape: tuple[int, int, int], zeros: bool) -> dict[str, tuple[Shape, torch.dtype]]:
+def _narrow_parts(
+    scheme: str, shape: tuple[int, int, int], zeros: bool, scale_dtype: torch.dtype | None = None
+) -> dict[str, tuple[Shape, torch.dtype]]:
     form, (num_local, n, k) = narrow_format(scheme), shape
     per_group = (num_local, form.groups(k), n)
-    parts = {"": ((num_local, n, form.bytes_per_row(k)), form.dtype), SCALE: (per_group, form.scale_dtypes[0])}
+    parts = {
+        "": ((num_local, n, form.bytes_per_row(k)), form.dtype),
+        SCALE: (per_group, scale_dtype or form.scale_dtypes[0]),
+    }
     parts |= {ZERO: (per_group, torch.int8)} if zeros else {}
     return parts | ({OUTER: ((num_local, n), torch.float32)} if form.outer else {})
 
 
-def _narrow(scheme: str, w: Tensor, zeros: bool) -> dict[str, Tensor]:
-    return parts_of(quantize_narrow(w, scheme, zeros=zeros))
+def _narrow(scheme: str, w: Tensor, zeros: bool, scale_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    return parts_of(quantize_narrow(w, scheme, zeros=zeros, scale_dtype=scale_dtype))
 
 
 def parts_of(weights: QuantizedWeights | NarrowWeights) -> dict[str, Tensor]:
@@ -91,17 +100,31 @@ FORMATS: Mapping[str, WeightFormat] = {
 """Each format by the name of its scheme, with blocks of 128 × 128 where it has blocks."""
 
 
-def weight_format(scheme: str, block: tuple[int, int] = BLOCK) -> WeightFormat:
-    """The format of `scheme`, with a scale for each `block` of rows and columns.
+def scale_dtype_mismatch(scheme: str | None, scale_dtype: str | None) -> str | None:
+    """Why weights of `scheme` can't have scales of `scale_dtype`; None: they can."""
+    if scale_dtype is None or (scheme in NARROW_SCHEMES and FORMATS[scheme].zeros and scale_dtype in SCALE_DTYPES):
+        return None
+    able = ", ".join(scheme for scheme, form in FORMATS.items() if form.zeros)
+    return f"must be None, or {', '.join(SCALE_DTYPES)} with weights in one of {able}"
+
+
+def weight_format(scheme: str, block: tuple[int, int] = BLOCK, scale_dtype: str | None = None) -> WeightFormat:
+    """The format of `scheme`, with a scale for each `block` of rows and columns, of integer schemes in `scale_dtype`.
 
     Raises:
-        ValueError: there is none of that name, or it has no such blocks.
+        ValueError: there is none of that name, or it has no such blocks or scales.
     """
     if scheme not in FORMATS:
         raise ValueError(f"scheme={scheme!r}: must be one of {', '.join(FORMATS)}")
     form = FORMATS[scheme]
     if (reason := scheme_block_mismatch(scheme, block)) is not None:
         raise ValueError(f"block={block!r} with scheme={scheme!r}: {reason}")
+    if (reason := scale_dtype_mismatch(scheme, scale_dtype)) is not None:
+        raise ValueError(f"scale_dtype={scale_dtype!r} with scheme={scheme!r}: {reason}")
+    if scale_dtype is not None:
+        dtype = SCALE_DTYPES[scale_dtype]
+        parts = functools.partial(_narrow_parts, scheme, scale_dtype=dtype)
+        return form._replace(parts=parts, quantize=functools.partial(_narrow, scheme, scale_dtype=dtype))
     if block == BLOCK:
         return form
     parts, make = functools.partial(_scaled_parts, scheme, block=block), functools.partial(_scaled, scheme, block=block)

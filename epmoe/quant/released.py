@@ -54,7 +54,8 @@ def expert_parts(
 
 def rows_scale(tensors: Mapping[str, Tensor], prefix: str = "") -> Tensor:
     """`[1]`, the fixed scale of rows that the expert under `prefix` asks for: the larger of its gate and up
-    projections'. The largest of all experts is what `MoELayer.set_input_scale` takes.
+    projections'. `MoELayer.set_input_scale` takes those of all experts, of which the largest counts, or each where rows
+    travel wide.
 
     Raises:
         ValueError: a name that is missing, or a tensor that is not one number.

@@ -61,7 +61,7 @@ def configure(monkeypatch):
 
 def case(
     counts: list[int], n: int, d: int, scheme: str, device: str, seed: int, *, zeros: bool = False,
-    layout: str = "gathered", dtype: torch.dtype = torch.bfloat16, k: int = 3,
+    layout: str = "gathered", dtype: torch.dtype = torch.bfloat16, k: int = 3, scales: torch.dtype | None = None,
 ) -> SimpleNamespace:  # fmt: skip
     """Rows over decades (fp16: within its range) and experts over three, inside wider buffers of NaN; rows of no expert
     are NaN and their indices -1."""
@@ -95,7 +95,7 @@ def case(
     wide_a[unused] = math.nan
     magnitude = torch.tensor([1.0, 1e3, 1e-3, 3.0])[torch.arange(L) % 4] ** (0.3 if half else 1.0)
     w = randn(L, n, d) * magnitude[:, None, None] / d**0.5
-    q = quantize_narrow(w, scheme, zeros=zeros)
+    q = quantize_narrow(w, scheme, zeros=zeros, scale_dtype=scales)
     bias = randn(L, n) * magnitude[:, None]
     row_scale = torch.rand(max(tokens * k, max_rows), generator=generator) + 0.5
     padding = torch.ones(max_rows, dtype=torch.bool)
@@ -211,6 +211,16 @@ def test_kernel_agrees_with_float64_of_the_same_numbers(scheme, zeros, device, s
 def test_fp16_rows_keep_their_own_precision(scheme, device, seed):
     c = case([3, 2], 48, 144, scheme, device, seed, zeros=scheme in INTEGERS, dtype=torch.float16)
     check_gemm(c)
+
+
+@pytest.mark.parametrize("scales", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("scheme", ["int4_g32", "int4_g128", "int8_channel"])
+def test_integers_may_have_scales_of_another_dtype_than_rows(scheme, scales, device, seed):
+    """As GPTQ and AWQ checkpoints have them."""
+    c = case([3, 0, 40], 48, 144, scheme, device, seed, zeros=True, scales=scales)
+    assert c.q.scales.dtype == scales
+    check_gemm(c)
+    check_act(c, Activation("swiglu"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

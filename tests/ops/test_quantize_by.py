@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from epmoe.ops._segments import batched_segments, standard_segments
 from epmoe.ops._triton import INTERPRET
@@ -75,6 +76,43 @@ def test_kernel_and_twin_give_the_same_bits(scheme, dtype, device, seed):
     same_bits(got, quantize_by_reference(x, fixed, start, end, scheme))
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_row_is_quantized_for_each_of_its_experts(scheme, weighted, device, seed):
+    """Pairs of 16 rows and 3 choices, in any order, of which a segment may name any; the others hold -1."""
+    g = torch.Generator().manual_seed(seed)
+    x, fixed = rows_of_every_kind(192, seed).bfloat16(), torch.tensor(FIXED)
+    index = torch.randperm(48, generator=g)[:20].int()
+    start, end = torch.tensor([0, 5, 5, 12], dtype=torch.int32), torch.tensor([5, 5, 12, 18], dtype=torch.int32)
+    index[18:] = -1
+    weight = torch.rand(48, generator=g) + 0.5 if weighted else None
+    arguments = (x, fixed, start, end, scheme, index, 3, weight)
+    on = [t.to(device) if isinstance(t, Tensor) else t for t in arguments]
+    with poisoned_empty():
+        values, scales = quantize_by(*on)
+        into = torch.zeros(values.shape, dtype=torch.uint8, device=device).view(values.dtype), torch.zeros_like(scales)
+        quantize_by_into(*into, *on)
+    assert scales[18:].isnan().all(), "a row of nobody was written"
+    gathered = x[index[:18] // 3]
+    want, own = quantize_by_reference(gathered, fixed, start, end, scheme)
+    if weight is not None:
+        own = own * weight[index[:18].long(), None]
+    for found in ((values[:18], scales[:18]), (into[0][:18], into[1][:18])):
+        same_bits(found, (want, own))
+    same_bits((values[:18], scales[:18]), tuple(t[:18] for t in quantize_by_reference(*arguments)))
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_what_a_graph_is_told_of_the_result_is_so(indexed):
+    x, ends = torch.ones(3, 8), torch.tensor([2], dtype=torch.int32)
+    index = (torch.tensor([4, 0], dtype=torch.int32), 2, torch.ones(6)) if indexed else ()
+    arguments = (x, torch.ones(1), torch.zeros_like(ends), ends, "fp8_row", *index)
+    with FakeTensorMode() as mode:
+        told = quantize_by(*(mode.from_tensor(t) if isinstance(t, Tensor) else t for t in arguments))
+    for found, told_of in zip(quantize_by(*arguments), told, strict=True):
+        assert (found.shape, found.dtype, found.stride()) == (told_of.shape, told_of.dtype, told_of.stride())
+
+
 def test_nothing_to_do_is_fine(device):
     none = torch.zeros(0, dtype=torch.int32, device=device)
     values, scales = quantize_by(torch.ones(3, 8, device=device), torch.ones(0, device=device), none, none, "fp8_row")
@@ -92,6 +130,10 @@ def test_what_does_not_fit_is_named():
         ({"x": x.t()}, "x has shape"),
         ({"fixed": fixed.double()}, "fixed is torch.float64"),
         ({"fixed": fixed[:1]}, "row_start has 2 entries"),
+        ({"row_index": ends.long()}, "row_index is torch.int64"),
+        ({"row_index": ends, "weight": fixed.half()}, "weight is torch.float16"),
+        ({"weight": fixed}, "weight without row_index: must be None"),
+        ({"row_index": ends, "divisor": 0}, "divisor=0: must be at least 1"),
     ]:
         with pytest.raises(ValueError, match=message):
             quantize_by(**(good | change))

@@ -16,6 +16,8 @@ from epmoe.quant.checkpoint_formats import (
     from_mxfp4_blocks,
     from_mxfp6_blocks,
     from_nvfp4,
+    narrow_of,
+    packed_integers,
     stack_narrow,
     take_channels,
 )
@@ -55,6 +57,7 @@ def test_gptq_packs_along_k_and_stores_zero_points_less_one(group, bits, seed):
     k, n = 288, 16
     size = k if group == -1 else group
     u, z, s = integers(k, n, math.ceil(k / size), bits, seed)
+    z[0, 0] = 0
     qweight = along_rows(u, bits)
     qzeros = along_rows(((z - 1) % (1 << bits)).T, bits).T
     q, order = from_gptq(qweight, qzeros, s, torch.arange(k) // size, bits=bits, group_size=group)
@@ -62,6 +65,10 @@ def test_gptq_packs_along_k_and_stores_zero_points_less_one(group, bits, seed):
     want = meant(u, z, s, torch.arange(k) // size)
     assert torch.equal(dequantize_narrow(q, torch.float64)[0], want)
     again, _ = from_gptq(qweight, along_rows(z.T, bits).T, s, bits=bits, group_size=group, zeros_less_one=False)
+    assert torch.equal(dequantize_narrow(again, torch.float64)[0], want)
+    borrowed = along_rows((z - 1).T, bits).T  # of whole words, in which -1 takes from the next
+    assert not torch.equal(borrowed, qzeros)
+    again, _ = from_gptq(qweight, borrowed, s, bits=bits, group_size=group, zeros_borrow=True)
     assert torch.equal(dequantize_narrow(again, torch.float64)[0], want)
 
 
@@ -107,6 +114,25 @@ def test_awq_packs_along_n_in_its_own_order(group, seed):
 
     q = from_awq(packed(u), packed(z), s, group_size=group)
     assert torch.equal(dequantize_narrow(q, torch.float64)[0], meant(u, z, s, torch.arange(k) // size))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 128, -1])
+def test_compressed_tensors_packs_weights_along_k_and_zero_points_along_n(group, bits, seed):
+    k, n = 92, 12
+    size = k if group == -1 else group
+    u, z, s = integers(k, n, math.ceil(k / size), bits, seed)
+    filled = torch.cat((u, torch.zeros(-k % 8, n, dtype=u.dtype)))  # whole words
+    points = torch.cat((z, torch.zeros(len(z), -n % 8, dtype=z.dtype)), 1) if bits == 4 else z
+    packed, scales, g_idx = along_rows(filled, bits).T[:, : -(-k * bits // 32)], s.T, torch.arange(k) // size
+    for order in (None, torch.full((k,), -1), g_idx):
+        q, moved = narrow_of(packed_integers(
+            packed, scales, along_rows(points.T, bits), order, width=k, bits=bits, group_size=group
+        ))  # fmt: skip
+        assert moved is None and torch.equal(dequantize_narrow(q, torch.float64)[0], meant(u, z, s, g_idx))
+    q, _ = narrow_of(packed_integers(packed, scales, width=k, bits=bits, group_size=group))
+    middle = torch.full_like(z, 1 << bits - 1)
+    assert q.zeros is None and torch.equal(dequantize_narrow(q, torch.float64)[0], meant(u, middle, s, g_idx))
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["plain", "interleaved"])
@@ -175,6 +201,12 @@ def test_parts_that_do_not_fit_are_named(seed):
         (lambda: from_gptq(qweight, qzeros.T, s, group_size=32), "qzeros has shape"),
         (lambda: from_gptq(qweight, qzeros, s.double(), group_size=32), "scales is torch.float64"),
         (lambda: from_awq(qweight, qzeros, s), "scales has shape"),
+        (lambda: from_gptq(qweight, qzeros, s, torch.full((64,), 2), group_size=32), "g_idx names groups from 2 to 2"),
+        (lambda: from_gptq(qweight, qzeros, s, group_size=0), "group_size=0"),
+        (lambda: packed_integers(qweight, s, width=64, bits=2), "bits=2"),
+        (lambda: packed_integers(qweight, s, width=72), "weight_packed has shape"),
+        (lambda: packed_integers(qweight, s, width=64), "weight_scale has shape"),
+        (lambda: packed_integers(qweight, qweight[:, :1], qzeros.T, width=64), "weight_zero_point has shape"),
         (lambda: from_mxfp4_blocks(torch.zeros(2, 3, 4, 8, dtype=torch.uint8), s), "blocks is"),
         (lambda: from_mxfp4_blocks(torch.zeros(2, 3, 4, 16, dtype=torch.uint8), s), "scales is torch.float16"),
         (lambda: from_mxfp6_blocks(torch.zeros(2, 3, 4, 16, dtype=torch.uint8), s, "mxfp6_e2m3"), "blocks is"),

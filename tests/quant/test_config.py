@@ -34,6 +34,9 @@ def test_without_weights_nothing_is_quantized_but_what_is_named() -> None:
     ({"combine": "bf16"}, "QuantConfig.combine='bf16'"),
     ({"weights": "int4_g32", "zero_points": "yes"}, "QuantConfig.zero_points='yes': must be True or False"),
     ({"weights": "fp8_row", "zero_points": True}, "QuantConfig.zero_points=True with weights='fp8_row': must be"),
+    ({"weights": "int4_g32", "scale_dtype": "half"}, "QuantConfig.scale_dtype='half' with weights='int4_g32': must be"),
+    ({"weights": "nvfp4", "scale_dtype": "float16"}, "QuantConfig.scale_dtype='float16' with weights='nvfp4': must be"),
+    ({"scale_dtype": "float16"}, "QuantConfig.scale_dtype='float16' with weights=None: must be None, or bfloat16, flo"),
     ({"weights": "fp8_row", "scales": "fixed"}, "QuantConfig.scales='fixed': must be 'dynamic' or 'static'"),
     ({"weights": "fp8_block", "scales": "static"}, "QuantConfig.scales='static' with weights='fp8_block'"),
     ({"activations": "fp8_row", "scales": "static"}, "QuantConfig.scales='static' with weights=None"),
@@ -72,7 +75,7 @@ def test_the_settings_of_released_checkpoints_are_read() -> None:
     with pytest.raises(ValueError, match="settings is a QuantConfig: must be the dict"):
         QuantConfig.from_checkpoint(QuantConfig())  # type: ignore[arg-type]
     for change in (
-        {"quant_method": "gptq"},
+        {"quant_method": "bitsandbytes"},
         {"weight_block_size": [8, 8]},
         {"weight_block_size": 128},
         {"activation_scheme": "static"},

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from epmoe.quant import QuantizedWeights, dequantize_weights, quantize_weights
-from epmoe.quant.formats import FORMATS, join_gate_up, weight_format
+from epmoe.quant.formats import FORMATS, SCALE_DTYPES, join_gate_up, weight_format
 
 
 @pytest.mark.parametrize("shape", [(2, 160, 192), (1, 256, 80), (3, 4, 130)], ids=str)
@@ -16,6 +16,19 @@ def test_parts_have_the_shapes_and_dtypes_that_the_format_promises(scheme: str, 
     for zeros in (False, True)[: 1 + FORMATS[scheme].zeros]:
         made = FORMATS[scheme].quantize(w, zeros)
         assert {s: (tuple(t.shape), t.dtype) for s, t in made.items()} == FORMATS[scheme].parts(shape, zeros)
+
+
+@pytest.mark.parametrize("dtype", SCALE_DTYPES)
+@pytest.mark.parametrize("scheme", ["int4_g32", "int8_channel"])
+def test_scales_of_integers_have_the_dtype_that_is_asked_for(scheme: str, dtype: str, seed: int) -> None:
+    form, generator = weight_format(scheme, scale_dtype=dtype), torch.Generator().manual_seed(seed)
+    w = torch.randn(2, 8, 72, generator=generator)
+    for zeros in (False, True):
+        made = form.quantize(w, zeros)
+        assert {s: (tuple(t.shape), t.dtype) for s, t in made.items()} == form.parts((2, 8, 72), zeros)
+        assert made["_scale_inv"].dtype == SCALE_DTYPES[dtype]
+    with pytest.raises(ValueError, match=f"scale_dtype='{dtype}' with scheme='nvfp4': must be None, or"):
+        weight_format("nvfp4", scale_dtype=dtype)
 
 
 @pytest.mark.parametrize("block", [(64, 64), (1, 128), (256, 384)], ids=str)
