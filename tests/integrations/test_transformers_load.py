@@ -14,7 +14,6 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.17")
 
-from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 from transformers import (  # noqa: E402
@@ -40,6 +39,7 @@ from epmoe.integrations.transformers.dequantize import dequantize_fp8, dequantiz
 from epmoe.ops.narrow_formats import pack_nibbles  # noqa: E402
 from epmoe.quant.config import QuantConfig  # noqa: E402
 from epmoe.testing import run_ranks  # noqa: E402
+from tests.integrations.counted_files import Counted  # noqa: E402
 from tests.integrations.transformers_families import batch, randomize, tiny_model  # noqa: E402
 
 FAMILIES = [preset.family for preset in PRESETS]
@@ -49,43 +49,6 @@ FORMS = [(family, "as published") for family in FAMILIES] + [(f, "as in memory")
 def close(found: Tensor, expected: Tensor) -> bool:
     found, expected = found.detach().double(), expected.detach().double()
     return bool((found - expected).norm() <= 1e-5 * expected.norm())
-
-
-class Counted:
-    """`safe_open` that adds up the bytes read of each tensor in `read`."""
-
-    read: Counter[str]
-
-    def __init__(self, file: Any, name: str | None = None) -> None:
-        self.file, self.name = file, name
-
-    @classmethod
-    def open(cls, path: Path, framework: str) -> Counted:
-        return cls(safe_open(path, framework=framework))
-
-    def __enter__(self) -> Counted:
-        self.file.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.file.__exit__(*error)
-
-    def keys(self) -> list[str]:
-        return self.file.keys()
-
-    def get_slice(self, name: str) -> Counted:
-        return Counted(self.file.get_slice(name), name)
-
-    def get_dtype(self) -> str:
-        return self.file.get_dtype()
-
-    def get_shape(self) -> list[int]:
-        return self.file.get_shape()
-
-    def __getitem__(self, index: Any) -> Tensor:
-        found = self.file[index]
-        Counted.read[self.name] += found.numel() * found.element_size()
-        return found
 
 
 def load_everything(rank: int, ranks: int, seed: int, directory: str) -> dict[tuple[str, str], tuple[Tensor, int, int]]:
@@ -459,9 +422,9 @@ def test_what_cannot_be_loaded_is_refused_by_name(seed, tmp_path):
     (path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match=r"weight_block_size=128: must be two sizes"):
         from_pretrained(path)
-    settings["quantization_config"] = {"quant_method": "awq"}
+    settings["quantization_config"] = {"quant_method": "hqq"}
     (path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match="quant_method='awq': must be fp8 or mxfp4"):
+    with pytest.raises(ValueError, match="quant_method='hqq': must be fp8, mxfp4, gptq, awq"):
         from_pretrained(path)
     (path / files.SINGLE).unlink()
     (path / "config.json").write_text((tmp_path / "changed" / "config.json").read_text())

@@ -91,9 +91,10 @@ def preset_of(family: str) -> Preset:
     return next(preset for preset in PRESETS if preset.family == family)
 
 
-def tiny_model(family: str, seed: int) -> PreTrainedModel:
-    """The family's tiny model, in fp32, with every parameter and correction bias drawn from `seed`."""
-    config = CONFIG_MAPPING[preset_of(family).model_types[-1]](**_COMMON, **TINY[family])
+def tiny_model(family: str, seed: int, **sizes: Any) -> PreTrainedModel:
+    """The family's tiny model, in fp32, with every parameter and correction bias drawn from `seed`; `sizes` are fields
+    of its config that are to be others."""
+    config = CONFIG_MAPPING[preset_of(family).model_types[-1]](**{**_COMMON, **TINY[family], **sizes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
     randomize(model, seed)
     return model

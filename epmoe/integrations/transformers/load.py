@@ -10,25 +10,36 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
 
 from epmoe.checks import as_device, check_kind, said
 from epmoe.comm import EPGroup
 from epmoe.integrations._agreement import Agreement
+from epmoe.integrations.transformers.block_experts import BlockExperts
 from epmoe.integrations.transformers.experts import RoutedExperts
-from epmoe.integrations.transformers.files import BlockExperts, CheckpointFiles, Dequantized
+from epmoe.integrations.transformers.files import CheckpointFiles
+from epmoe.integrations.transformers.packing import without_scales
+from epmoe.integrations.transformers.packings import PLAIN, Dequantized, all_but
 from epmoe.integrations.transformers.parallelize import bind_methods, check_arguments, install, planned_experts
-from epmoe.integrations.transformers.presets import PRESETS, Preset
+from epmoe.integrations.transformers.presets import PRESETS, Preset, moe_blocks
+from epmoe.quant.config import QuantConfig
+from epmoe.quant.formats import FORMATS, SCALE, ZERO
+from epmoe.quant.stored import Stored, read_settings
 
-QUANTIZED = ("fp8", "mxfp4")
+MODELOPT = "hf_quant_config.json"
+"""What ModelOpt writes beside a `config.json` that does not speak of quantization."""
 
 
 def from_pretrained(
@@ -46,13 +57,15 @@ def from_pretrained(
     """The model in directory `path`, parallelized over `ep` as `parallelize` does it, in eval mode. Collective.
 
     Each rank holds the replicated part and its own experts, and of the experts' bytes reads only those. The files may
-    hold one matrix per expert or tensors over all of them. FP8 weights (`weight_scale_inv` of tiles, `weight_scale` of
-    channels or of the tensor) and MXFP4 experts (`*_blocks`, `*_scales`) are dequantized to `dtype` while they are
-    read, one expert at a time: the model then computes, trains and is saved in `dtype`, and takes that much memory.
-    With `quant=QuantConfig(...)` experts are quantized as they arrive. Those that are so already stay the very bits
+    hold one matrix per expert or tensors over all of them. Quantized weights (FP8, MXFP4, NVFP4, GPTQ, AWQ, those of
+    compressed-tensors and ModelOpt: `packings.py` has their names) are dequantized to `dtype` while they are read, one
+    matrix at a time: the model then computes, trains and is saved in `dtype`, and takes that much memory.
+    With `quant=QuantConfig(...)` experts are quantized as they arrive. Those that are so already stay the very numbers
     that they are: FP8 tiles under `QuantConfig("fp8_block", block=...)` of the same tiles, where these end where gate
     and up projection do, FP8 channels under `"fp8_row"`, with the file's `input_scale` where scales are static, and
-    MXFP4 under `"mxfp4"`.
+    narrow ones under their scheme, `"int4_g128"`, `"mxfp4"`, `"nvfp4"`, .. `QuantConfig.from_checkpoint` reads which
+    that is from `config.json`. Dense layers are dequantized all the same. The model's config no longer says that
+    anything is quantized.
 
     Args:
         path: a local directory of safetensors (`huggingface_hub.snapshot_download(name)` fetches one).
@@ -93,28 +106,37 @@ def from_pretrained(
                     f"path={str(path)!r} is no directory: fetch it with huggingface_hub.snapshot_download first"
                 )
             config = transformers.AutoConfig.from_pretrained(directory) if config is None else copy.deepcopy(config)
-            fp8_block = _forget_quantization(config)
+            stored = _forget_quantization(config, directory)
             dtype = dtype or _dtype_of(config)
-            files = opened.enter_context(CheckpointFiles(directory, fp8_block))
+            files = opened.enter_context(CheckpointFiles(directory, stored))
             builder = transformers.AutoModelForCausalLM if auto_class is None else auto_class
             with torch.device("meta"):
                 probe = builder.from_config(config, dtype=dtype)
+            sources = {}
+            for block, (_, preset) in moe_blocks(probe, presets).items():
+                name = f"{block}.{preset.experts}".lstrip(".")
+                names = _names_on_disk(name, preset, probe.base_model_prefix)
+                sources[name] = BlockExperts.find(files, preset, names)
+            options = _with_scales_as_stored(options, sources.values())
         layers = planned_experts(probe, ep, presets, **options)
         with together(operation):
-            sources = {
-                name: BlockExperts.find(
-                    files, layer.preset, _names_on_disk(name, layer.preset, probe.base_model_prefix)
-                )
-                for name, layer in layers.items()
-            }
             shown = progress and (ep is None or ep.rank == 0)
             model = _load_replicated(type(probe), config, dtype, files, layers, list(sources.values()), shown)
             device = torch.device(device or ("cpu" if ep is None else ep.device))
             model.to(device)
+            apart, fates = 1.0, Counter[str]()
             with _bar(shown, layers) as advance:
                 for name, layer in layers.items():
                     layer.check_device(device)
-                    _read_experts(layer, sources[name], advance)
+                    apart = max(apart, _read_experts(layer, sources[name], advance, fates))
+            for fate, number in fates.items():
+                _say(shown, f"{number} matrices of experts in {fate}")
+            if apart > 1:
+                _say(
+                    shown,
+                    f"input scales of experts differ, by up to {apart:.3g} times: rows are sent by the largest; "
+                    "QuantConfig(activations=None, scales='static') has each expert quantize them by its own",
+                )
     bind_methods(model, ep)
     return model
 
@@ -146,11 +168,17 @@ def _load_replicated(
     # Conversions of names are looked up by these.
     Loading.__name__, Loading.__qualname__, Loading.__module__ = cls.__name__, cls.__qualname__, cls.__module__
     tensors: dict[str, Any] = {}
-    elsewhere, others = tuple(start for block in experts for start in block.starts()), files.about_others()
-    for name in files.names:
-        if name not in others and not name.startswith(elsewhere):
-            quantized = files.scale_name(name) is not None
-            tensors[name] = Dequantized(files, name, dtype) if quantized else files.wide(name)
+    others = all_but(files, [start for block in experts for start in block.starts()])
+    for name, packing in others.items():
+        if packing is PLAIN:
+            tensors[name] = files.slice(name)
+            if (kind := files.kind(name)).startswith("F8"):
+                raise ValueError(f"{files.names[name]}: {without_scales(name, kind)}")
+        else:
+            tensors[name] = Dequantized(files, name, packing, dtype)
+    if dense := [name for name, packing in others.items() if packing is not PLAIN]:
+        kinds = " and ".join(dict.fromkeys(others[name].called(files, name) for name in dense))
+        _say(shown, f"{len(dense)} dense matrices in {kinds}, such as {dense[0]}: dequantized to {dtype}")
     settings = files.directory / "generation_config.json"
     generation = GenerationConfig.from_pretrained(files.directory) if settings.is_file() else None
     with _transformers_bars(shown):
@@ -164,16 +192,25 @@ def _load_replicated(
 
 
 @torch.no_grad()
-def _read_experts(layer: RoutedExperts, source: BlockExperts, advance: Callable[[], None]) -> None:
-    """This rank's experts of one block, one at a time."""
+def _read_experts(
+    layer: RoutedExperts, source: BlockExperts, advance: Callable[[], None], fates: Counter[str]
+) -> float:
+    """This rank's experts of one block, one at a time; counts in `fates` what became of quantized ones. How many times
+    the largest fixed scale that rows are sent by is the smallest that an expert asked for; 1 where they agree, or each
+    has its own."""
     parameters = {our: layer.get_parameter(our) for our in layer.preset.tensors.names()}
+    scheme, block = layer.weight_scheme, layer.weight_block
+    otherwise = f"dequantized to {layer.dtype}" + ("" if scheme is None else f" and quantized again to {scheme}")
     for expert in layer.local_experts:
+        order = None if scheme is None else source.order(expert, scheme)
         for our, parameter in parameters.items():
-            if layer.weight_scheme is not None and our.endswith("_proj"):
-                if (kept := source.kept(our, expert, layer.weight_scheme, layer.weight_block)) is not None:
+            if scheme is not None and our.endswith("_proj"):
+                if (kept := source.kept(our, expert, scheme, block, order, parameter.device)) is not None:
+                    kept = _as_held(kept, layer, our, f"{source.files.directory}: {our} of expert {expert}")
                     layer.load_experts({n: t[None].to(parameter.device) for n, t in kept.items()}, [expert])
+                    fates[f"{source.called(our, expert)}: kept as they are, {scheme}"] += 1
                     continue
-            row = source.row(our, expert, layer.dtype)
+            row = source.row(our, expert, layer.dtype, order)
             shape = (layer.weight_shape(our) if our.endswith("_proj") else parameter.shape)[1:]
             if row.shape != shape:
                 raise ValueError(
@@ -181,8 +218,10 @@ def _read_experts(layer: RoutedExperts, source: BlockExperts, advance: Callable[
                     f"(gate before up, not transposed), the model has {tuple(shape)}"
                 )
             layer.load_experts({our: row.contiguous()[None].to(parameter.device)}, [expert])
+            if (called := source.called(our, expert)) is not None:
+                fates[f"{called}: {otherwise}"] += 1
         advance()
-    everywhere = range(layer.config.num_experts)
+    everywhere, apart = range(layer.config.num_experts), 1.0
     for our, field, fix in (
         ("gate_up_proj", "scales", layer.set_input_scale),
         ("down_proj", "down_scales", layer.set_down_input_scales),
@@ -190,6 +229,46 @@ def _read_experts(layer: RoutedExperts, source: BlockExperts, advance: Callable[
         if layer.config.quant is not None and getattr(layer.config.quant, field) == "static":
             if (found := source.input_scales(our, everywhere)) is not None:
                 fix(found)
+                if our == "gate_up_proj" and not layer.config.quant.scales_by_expert:
+                    apart = float(found.max() / found.min())
+    return apart
+
+
+def _as_held(parts: dict[str, Tensor], layer: RoutedExperts, our: str, what: str) -> dict[str, Tensor]:
+    """Parts of quantized weights in the dtypes that the layer has, with zero points if it has those.
+
+    Raises:
+        ValueError: it would change them.
+    """
+    zero, held = f"{our}{ZERO}", dict(parts)
+    mine = getattr(layer, zero)
+    if mine is None and zero in held:
+        raise ValueError(f"{what} of {layer.name} has zero points: QuantConfig(zero_points=True) holds them")
+    if mine is not None and zero not in held:
+        held[zero] = torch.zeros_like(held[f"{our}{SCALE}"], dtype=mine.dtype)
+    scales, dtype = held[f"{our}{SCALE}"], layer.get_parameter(f"{our}{SCALE}").dtype
+    if scales.dtype != dtype and not torch.equal(scales.to(dtype).to(scales.dtype), scales):
+        raise ValueError(
+            f"{what} of {layer.name} has scales in {scales.dtype}, which {dtype} does not hold: "
+            "QuantConfig(scale_dtype='float32') does"
+        )
+    return held
+
+
+def _with_scales_as_stored(options: dict[str, Any], sources: Iterable[BlockExperts]) -> dict[str, Any]:
+    """The options, whose integers have scales in the files' dtype where nothing else was asked for."""
+    quant = options.get("quant")
+    if not isinstance(quant, QuantConfig) or quant.weights is None or quant.scale_dtype is not None:
+        return options
+    if not FORMATS[quant.weights].zeros:
+        return options
+    found = next((dtype for source in sources if (dtype := source.scale_dtype()) is not None), None)
+    return {**options, "quant": dataclasses.replace(quant, scale_dtype=found)}
+
+
+def _say(shown: bool, text: str) -> None:
+    if shown:
+        Console(stderr=True, soft_wrap=True).print(text, highlight=False, markup=False)
 
 
 @contextlib.contextmanager
@@ -227,20 +306,19 @@ def _names_on_disk(experts: str, preset: Preset, prefix: str) -> Iterator[str]:
         yield name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"
 
 
-def _forget_quantization(config: Any) -> tuple[int, int] | None:
-    """Takes the quantization out of `config`; the tile of an FP8 scale, None where there is one per tensor."""
-    found = getattr(config, "quantization_config", None)
+def _forget_quantization(config: Any, directory: Path) -> Stored:
+    """Takes the quantization out of `config`; how the files hold weights by it, or by what ModelOpt wrote beside it."""
+    found = None
+    for part in (config, config.get_text_config()):
+        for name in ("quantization_config", "compression_config"):
+            if (given := getattr(part, name, None)) is not None:
+                found = found if found is not None else given
+                delattr(part, name)
+    if found is None and (directory / MODELOPT).is_file():
+        found = {"quant_method": "modelopt", **json.loads((directory / MODELOPT).read_text()).get("quantization", {})}
     if found is None:
-        return None
-    settings = found if isinstance(found, dict) else found.to_dict()
-    method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
-    if method not in QUANTIZED:
-        raise ValueError(f"quantization_config.quant_method={method!r}: must be {' or '.join(QUANTIZED)}, or none")
-    del config.quantization_config
-    block = settings.get("weight_block_size")
-    if block is not None and (not isinstance(block, (list, tuple)) or len(block) != 2):
-        raise ValueError(f"quantization_config.weight_block_size={block!r}: must be two sizes, rows and columns")
-    return None if block is None else (int(block[0]), int(block[1]))
+        return Stored()
+    return read_settings(found if isinstance(found, dict) else found.to_dict())
 
 
 def _dtype_of(config: Any) -> torch.dtype:

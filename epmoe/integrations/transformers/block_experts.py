@@ -1,0 +1,237 @@
+"""Where in a checkpoint's files one block's experts lie, and one expert's tensors in our layout.
+
+Experts lie one matrix each or in tensors over all of them, either held in any way of `packings.py`. Whatever the form,
+one expert's bytes are read and no other's.
+
+E experts, H hidden size, I expert intermediate size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from epmoe.integrations.transformers.files import CheckpointFiles
+from epmoe.integrations.transformers.layouts import to_ours
+from epmoe.integrations.transformers.packing import Fp8, Narrow, Packing, part_of
+from epmoe.integrations.transformers.packing_narrow import WithIntegers
+from epmoe.integrations.transformers.packings import PLAIN, packing_of
+from epmoe.integrations.transformers.presets import Preset
+from epmoe.ops.quantize_blocks import BLOCK
+from epmoe.quant.checkpoint_formats import concat_channels, take_channels
+from epmoe.quant.formats import parts_of
+
+SCALE_KINDS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+"""What safetensors calls dtypes of scales, and what `QuantConfig.scale_dtype` does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockExperts:
+    """One block's experts on disk.
+
+    Attributes:
+        sources: by our name, what the model calls it: single experts' matrices with `{}` for the expert, to be stacked
+            by rows, or one tensor over all experts.
+    """
+
+    files: CheckpointFiles
+    preset: Preset
+    sources: dict[str, tuple[str, ...]]
+
+    @classmethod
+    def find(cls, files: CheckpointFiles, preset: Preset, blocks: Iterable[str]) -> BlockExperts:
+        """The experts of the block that is called one of `blocks` there.
+
+        Raises:
+            ValueError: none is there, in any form; lists what was looked for.
+        """
+        tried = []
+        for block in blocks:
+            for sources in _forms(preset, block, f"{block}.{preset.experts}"):
+                names = [name.format(0) for parts in sources.values() for name in parts]
+                if all(packing_of(files, name) is not None for name in names):
+                    return cls(files, preset, sources)
+                tried.append(names[0])
+        raise ValueError(
+            f"{files.directory}: experts of preset {preset.family!r} are under none of the names {', '.join(tried)}; "
+            "Preset.disk says how a checkpoint names them"
+        )
+
+    def starts(self) -> list[str]:
+        """How the names of these tensors begin on disk, and of their scales, and of no others."""
+        return [part.partition("{}")[0] for parts in self.sources.values() for part in parts]
+
+    def row(self, our: str, expert: int, dtype: torch.dtype, order: Tensor | None = None) -> Tensor:
+        """One expert's tensor in our layout and `dtype`; reads its bytes alone.
+
+        Args:
+            our: `gate_up_proj`, `down_proj`, `gate_up_bias` or `down_bias`.
+            order: of gate's and up's channels; None: as on disk.
+        """
+        tensors = self.preset.tensors
+        rows = []
+        for name, packing, one in self._held(our, expert):
+            if isinstance(packing, Fp8) and tensors.transposed and one is not None:
+                self._refuse_flat_scales(name, packing, expert)
+            row = packing.wide(self.files, name, dtype, one)
+            lies = dataclasses.replace(tensors, transposed=False) if packing.oriented else tensors
+            rows.append(row if one is None else to_ours(lies, our, row))
+        row = torch.cat(rows) if len(rows) > 1 else rows[0]
+        return row if order is None or our != "gate_up_proj" else row[_of_both(order)]
+
+    def kept(
+        self,
+        our: str,
+        expert: int,
+        scheme: str | None,
+        block: tuple[int, int] = BLOCK,
+        order: Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> dict[str, Tensor] | None:
+        """One expert's values and scales with the bits that they have on disk, by our names, for a layer that holds
+        `scheme`; None where they mean something else there.
+
+        FP8 tiles of `block` that end where gate and up do; FP8 channels; narrow weights.
+
+        Args:
+            order: as of `row`.
+            device: where narrow weights are packed anew.
+
+        Raises:
+            ValueError: weights of that scheme whose columns are in an order of their own.
+        """
+        held = self._held(our, expert)
+        if all(isinstance(packing, Narrow) for _, packing, _ in held):
+            return self._kept_narrow(our, expert, scheme, order, torch.device(device))
+        tensors, fp8 = self.preset.tensors, held[0][1]
+        if tensors.transposed or tensors.interleaved or not isinstance(fp8, Fp8):
+            return None
+        if any(packing is not fp8 for _, packing, _ in held):
+            return None
+        values = [self.files.raw(name, one) for name, _, one in held]
+        scales = [fp8.scale(self.files, name, one).float() for name, _, one in held]
+        if any(value.dtype != torch.float8_e4m3fn for value in values):
+            return None
+        pairs = list(zip(values, scales, strict=True))
+        if scheme == "fp8_row":
+            if any(tuple(s.shape) not in ((), (1,), (1, 1), v.shape[:1], (v.shape[0], 1)) for v, s in pairs):
+                return None
+            scales = [s.reshape(-1).expand(v.shape[0]) for v, s in pairs]
+        elif scheme in ("fp8_block", "fp8_block_ue8m0"):
+            if self.files.stored.block != block or any(value.shape[0] % block[0] for value in values[:-1]):
+                return None
+            if any(tuple(s.shape) != (-(-v.shape[0] // block[0]), -(-v.shape[1] // block[1])) for v, s in pairs):
+                return None
+            if scheme == "fp8_block_ue8m0" and any((s.frexp().mantissa != 0.5).any() for s in scales):
+                return None
+        else:
+            return None
+        bits = torch.cat([value.view(torch.uint8) for value in values]).view(torch.float8_e4m3fn)
+        return {our: bits, f"{our}_scale_inv": torch.cat(scales)}
+
+    def order(self, expert: int, scheme: str | None) -> Tensor | None:
+        """The order of an expert's activation channels in a layer that keeps its down projection in `scheme`: a group
+        of activation-ordered columns lies together only if what they meet is sorted alike."""
+        (name, packing, one), *_ = self._held("down_proj", expert)
+        if one is not None or not isinstance(packing, Narrow) or packing.scheme(self.files, name) != scheme:
+            return None
+        return packing.order(self.files, name)
+
+    def scale_dtype(self) -> str | None:
+        """Of the scales of integers, as `QuantConfig` calls it; None where the experts are something else."""
+        name, packing, _ = self._held("down_proj", 0)[0]
+        if not isinstance(packing, WithIntegers):
+            return None
+        return SCALE_KINDS.get(self.files.kind(part_of(name, packing.scales)))
+
+    def called(self, our: str, expert: int) -> str | None:
+        """The ways in which `our` tensor of an expert is held, as messages call them; None: in plain numbers."""
+        held = self._held(our, expert)
+        if all(packing is PLAIN for _, packing, _ in held):
+            return None
+        return " and ".join(dict.fromkeys(packing.called(self.files, name) for name, packing, _ in held))
+
+    def input_scales(self, our: str, experts: Iterable[int]) -> Tensor | None:
+        """The fixed scales of what `our` projection of `experts` multiplies, one for each, the larger of gate's and
+        up's; None where the checkpoint has none."""
+        found = []
+        for expert in experts:
+            names = [part_of(part.format(expert), "input_scale") for part in self.sources[our]]
+            if not all(name in self.files.names for name in names):
+                return None
+            scales = [self.files.raw(name).float() for name in names]
+            together = "{}" not in self.sources[our][0]
+            each = [scale[expert] if together and scale.numel() > 1 else scale for scale in scales]
+            found.append(torch.stack([scale.max() for scale in each]).max())
+        return torch.stack(found)
+
+    def _held(self, our: str, expert: int) -> list[tuple[str, Packing, int | None]]:
+        """The matrices of an expert that `our` tensor is made of: name, way, and which of a tensor over all it is."""
+        found = []
+        for part in self.sources[our]:
+            name, one = part.format(expert), None if "{}" in part else expert
+            if one is None:
+                self._refuse_bias(part_of(name, "bias"))
+            found.append((name, packing_of(self.files, name) or PLAIN, one))
+        return found
+
+    def _kept_narrow(
+        self, our: str, expert: int, scheme: str | None, order: Tensor | None, device: torch.device
+    ) -> dict[str, Tensor] | None:
+        parts = []
+        for name, packing, one in self._held(our, expert):
+            assert isinstance(packing, Narrow)
+            if packing.scheme(self.files, name) != scheme:
+                return None
+            weights, sorting = packing.narrow(self.files, name, one, device)
+            if sorting is not None and (our != "down_proj" or one is not None):
+                raise ValueError(
+                    f"{self.files.directory}: the columns of {name!r} are in activation order (desc_act), which the "
+                    f"tokens' rows are not: {scheme!r} can't hold them; leave quant out to have them dequantized, or "
+                    "name another scheme, into which they are quantized again"
+                )
+            parts.append(weights)
+        whole = concat_channels(parts) if len(parts) > 1 else parts[0]
+        if our == "gate_up_proj" and self.preset.tensors.interleaved and len(parts) == 1:
+            channels = torch.arange(whole.shape[1], device=device)
+            whole = take_channels(whole, torch.cat((channels[::2], channels[1::2])))
+        if our == "gate_up_proj" and order is not None:
+            whole = take_channels(whole, _of_both(order).to(device))
+        return {our + suffix: part[0] for suffix, part in parts_of(whole).items()}
+
+    def _refuse_bias(self, name: str) -> None:
+        if name in self.files.names and bool(self.files.raw(name).any()):
+            raise ValueError(
+                f"{self.files.names[name]}: {name!r} is not all zeros, and experts of preset {self.preset.family!r} "
+                "have no biases"
+            )
+
+    def _refuse_flat_scales(self, name: str, packing: Fp8, expert: int) -> None:
+        if (shape := tuple(packing.scale(self.files, name, expert).shape)) not in ((), (1,)) and len(shape) == 1:
+            raise ValueError(
+                f"{self.files.names[name]}: {name!r} is transposed, and its scales of an expert are {shape}: must say "
+                "with two dimensions whether they are of rows or of columns"
+            )
+
+
+def _of_both(order: Tensor) -> Tensor:
+    """The order of gate's channels as that of gate's and up's, which lie behind them."""
+    return torch.cat((order, order + len(order)))
+
+
+def _forms(preset: Preset, block: str, prefix: str) -> list[dict[str, tuple[str, ...]]]:
+    """Each form that the experts of `block` may have: its sources."""
+    disk = preset.disk
+    fused: dict[str, tuple[str, ...]] = {o: (f"{prefix}.{theirs}",) for o, theirs in preset.tensors.names().items()}
+    forms = [fused]
+    if disk.fused_gate_up is not None and disk.fused_down is not None:
+        renamed = {"gate_up_proj": (f"{block}.{disk.fused_gate_up}",), "down_proj": (f"{block}.{disk.fused_down}",)}
+        forms.append({**fused, **renamed})
+    if preset.tensors.gate_up_bias is None:
+        each = f"{prefix}.{{}}."
+        gate_up = (f"{each}{disk.gate}.weight", f"{each}{disk.up}.weight")
+        forms.append({"gate_up_proj": gate_up, "down_proj": (f"{each}{disk.down}.weight",)})
+    return forms
