@@ -207,6 +207,7 @@ def scaled_plan(
         "BLOCK_N": config.block_n,
         "BLOCK_K": columns,
         "GROUP_M": config.group_m,
+        "OWN_GROUPS": config.block_m >= 128,
         "SPLIT": config.split,
         "UNROLL": config.unroll,
         "SWAP_AB": config.swap_ab,

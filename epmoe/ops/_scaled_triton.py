@@ -117,6 +117,7 @@ def scaled_gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    OWN_GROUPS: tl.constexpr,
     SPLIT: tl.constexpr,
     UNROLL: tl.constexpr,
     SWAP_AB: tl.constexpr,
@@ -127,7 +128,8 @@ def scaled_gemm_kernel(
     DEPENDENT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Programs walk the tiles of all experts, counted from the segments on the device, GROUP_M row tiles together.
+    """Programs walk the tiles of all experts, counted from the segments on the device, GROUP_M row tiles together: of
+    one expert if OWN_GROUPS, since those of two would need the weights of both at once.
 
     A tile takes BLOCK_N weight rows: when GATED half of them gates and half the up projections of the same columns. It
     is multiplied by one dot, or when SPLIT by two of half the rows each, `lo` and `hi`. With scales per block each dot
@@ -161,16 +163,26 @@ def scaled_gemm_kernel(
     tiles_m = tl.sum(tiles)
 
     for tile in tl.range(tl.program_id(0), tiles_m * TILES_N, tl.num_programs(0), flatten=FLATTEN):
-        first_m = tile // (GROUP_M * TILES_N) * GROUP_M
-        group = tl.minimum(tiles_m - first_m, GROUP_M)
-        within = tile - first_m * TILES_N
-        tile_m = first_m + within % group
+        if OWN_GROUPS:
+            passed = tile_ends <= tile // TILES_N
+            e = tl.sum(passed.to(tl.int32))
+            begin = tl.load(row_start + e)
+            end = tl.load(row_end + e)
+            of_expert = tile - tl.max(tl.where(passed, tile_ends, 0)) * TILES_N
+            first_m = of_expert // (GROUP_M * TILES_N) * GROUP_M
+            group = tl.minimum((end - begin + BLOCK_M - 1) // BLOCK_M - first_m, GROUP_M)
+            within = of_expert - first_m * TILES_N
+            row = begin + (first_m + within % group) * BLOCK_M
+        else:
+            first_m = tile // (GROUP_M * TILES_N) * GROUP_M
+            group = tl.minimum(tiles_m - first_m, GROUP_M)
+            within = tile - first_m * TILES_N
+            tile_m = first_m + within % group
+            passed = tile_ends <= tile_m
+            e = tl.sum(passed.to(tl.int32))
+            end = tl.load(row_end + e)
+            row = tl.load(row_start + e) + (tile_m - tl.max(tl.where(passed, tile_ends, 0))) * BLOCK_M
         col0 = within // group * COLS
-
-        passed = tile_ends <= tile_m
-        e = tl.sum(passed.to(tl.int32))
-        end = tl.load(row_end + e)
-        row = tl.load(row_start + e) + (tile_m - tl.max(tl.where(passed, tile_ends, 0))) * BLOCK_M
         safe_rows = tl.minimum(row + tl.arange(0, BLOCK_M), end - 1)
         source = safe_rows
         if row_index is not None:
