@@ -1,9 +1,5 @@
-"""The Gluon kernel of `ops/scaled_gemm.py` for Hopper: fp8 with scales per block, for more than a few rows.
-
-One producer partition fills a ring of stages: tiles by TMA (rows found through an index by cp.async), scales by
-cp.async. Consumer warpgroups each multiply 64 rows with the stage's 256 weight rows in quarters of 64, two quarters in
-flight, so that one quarter's products are promoted to scaled fp32 sums while the tensor cores are at the next. Tiles
-have 128 rows and two consumers, or 64 and one where reading the weights is what costs.
+"""Scaled grouped GEMM on Hopper by a Gluon kernel: fp8 with scales per block, for more than a few rows. Stands where
+`ops/scaled_gemm.py` says.
 
 Gluon is experimental: this file imports only where `runs_gluon` in `ops/_scaled_configs.py` says so, and
 `ops/_scaled_triton.py` does all that it does.
@@ -18,30 +14,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from epmoe.ops._configs import most_row_tiles, num_programs, ragged_rows
-from epmoe.ops._dependent_launch import dependent_launch, let_next_start, wait_for_previous
-from epmoe.ops._launch import quick_jit
-from epmoe.ops._scaled_configs import ScaledConfig
-from epmoe.ops._scaled_gluon_tiles import count_tiles, find_tile, next_stage, rounds_of, turn
+from epmoe.ops._dependent_launch import dependent_launch
+from epmoe.ops._descriptors import unchecked_descriptor
+from epmoe.ops._scaled_configs import FP8, ScaledConfig
+from epmoe.ops._scaled_gluon_kernel import scaled_gemm_gluon_kernel
 from epmoe.ops._segments import RowMap
 from epmoe.ops._triton import cdiv, next_power_of_2
-from epmoe.ops.activation import Epilogue, activate_and_slopes
-from epmoe.ops.quantize import magnitude_bits, round_scaled, scale_of
+from epmoe.ops.activation import Epilogue
 from epmoe.ops.quantize_blocks import BLOCK
-
-jit: Any = quick_jit(gluon.jit)
 
 
 class Shape(NamedTuple):
@@ -56,286 +40,6 @@ class Shape(NamedTuple):
 
 
 SHAPES = {64: Shape(5, 2, 144, 56, 0), 128: Shape(4, 1, 168, 40, 232)}
-PRODUCER_WARPS = 4
-
-
-@jit
-def _producer(
-    a, a_scale, w, w_scale, row_start, row_end, row_index, a_stride, a_scale_stride, a_tiles, w_tiles, a_scales,
-    w_scales, full, empty, tile_ends, num_tiles,
-    N: gl.constexpr, D: gl.constexpr, DIVISOR: gl.constexpr, GATED: gl.constexpr, BLOCK_M: gl.constexpr,
-    GROUP_M: gl.constexpr, STAGES: gl.constexpr, AT_ONCE: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    GATHER: gl.constexpr = row_index is not None
-    WIDTH: gl.constexpr = N // 2 if GATED else N
-    COLS: gl.constexpr = 128 if GATED else 256
-    TILES_N: gl.constexpr = (WIDTH + COLS - 1) // COLS
-    SCALES_N: gl.constexpr = (N + 127) // 128
-    STEPS: gl.constexpr = (D + 127) // 128
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    TILE: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
-    stage = 0
-    phase = 1
-    for round_ in range(rounds_of(num_tiles)):
-        tile = round_ * gl.num_programs(0) + turn(round_)
-        e, row, end, column = find_tile(tile, tile_ends, row_start, row_end, BLOCK_M, TILES_N, GROUP_M, WARPS)
-        col = column * COLS
-        source = gl.minimum(row + gl.arange(0, BLOCK_M, LINE), end - 1)
-        if GATHER:
-            source = gl.load(row_index + source) // DIVISOR
-            rows = gl.minimum(row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, TILE)), end - 1)
-            rows = (gl.load(row_index + rows) // DIVISOR).to(gl.int64) * a_stride
-            at = a + gl.expand_dims(rows, 1) + gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, TILE)), 0)
-        scales = a_scale + source.to(gl.int64) * a_scale_stride
-        # two blocks of 128 weight rows, each with one scale a step
-        half = gl.arange(0, 2, LINE)
-        block = col // 128 + half * (WIDTH // 128 if GATED else 1)
-        block = gl.minimum(block, SCALES_N - 1)
-        weight_scales = w_scale + (e.to(gl.int64) * SCALES_N + block) * STEPS
-        for first in range(0, STEPS, AT_ONCE):
-            if AT_ONCE == 2:  # a piece of memory is read faster with its neighbour
-                after, after_phase = next_stage(stage, phase, STAGES)
-                mbarrier.wait(empty.index(after), after_phase)
-            for part in gl.static_range(AT_ONCE):
-                step = first + part
-                k = step * 128
-                mbarrier.wait(empty.index(stage), phase)
-                weights = w_tiles.index(stage)
-                if GATHER:
-                    mbarrier.expect(full.index(stage), 256 * 128)
-                else:
-                    mbarrier.expect(full.index(stage), (BLOCK_M + 256) * 128)
-                    tma.async_copy_global_to_shared(a, [row, k], full.index(stage), a_tiles.index(stage))
-                w_row = e * N + col
-                if GATED:
-                    gates, ups = weights.slice(0, 128, 0), weights.slice(128, 128, 0)
-                    tma.async_copy_global_to_shared(w, [w_row, k], full.index(stage), gates)
-                    tma.async_copy_global_to_shared(w, [w_row + WIDTH, k], full.index(stage), ups)
-                else:
-                    tma.async_copy_global_to_shared(w, [w_row, k], full.index(stage), weights)
-                if GATHER:
-                    if D % 128 == 0:
-                        async_copy.async_copy_global_to_shared(a_tiles.index(stage), at + k)
-                    else:
-                        inside = gl.expand_dims(k + gl.arange(0, 128, gl.SliceLayout(0, TILE)) < D, 0)
-                        async_copy.async_copy_global_to_shared(a_tiles.index(stage), at + k, mask=inside)
-                async_copy.async_copy_global_to_shared(a_scales.index(stage), scales + step)
-                async_copy.async_copy_global_to_shared(w_scales.index(stage), weight_scales + step)
-                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-                stage, phase = next_stage(stage, phase, STAGES)
-
-
-@jit
-def _finish(x, row_scale, bias, position, entries):
-    if row_scale is not None:
-        x *= gl.expand_dims(gl.load(row_scale + position), 1)
-    if bias is not None:
-        x += gl.expand_dims(gl.load(bias + entries).to(gl.float32), 0)
-    return x
-
-
-@jit
-def _store_quarter(x, buffer, out, row, end, col, DTYPE: gl.constexpr):
-    tma.store_wait(pendings=0)
-    buffer.store(x.to(DTYPE).reshape([1, 1, 64, 64]))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(out, [1073741824, end, 1073741824 - end + row, col], buffer)
-
-
-@jit
-def _store_block(
-    x, y, buffer, out, out_scale, row, end, col,
-    WIDTH: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Columns col .. col + 63 of out from `x`, the next 64 from `y`, quantized together where there is a scale."""
-    if out_scale is not None:
-        rows = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-        largest = gl.maximum(gl.max(magnitude_bits(x), 1), gl.max(magnitude_bits(y), 1))
-        scale, inverse = scale_of(largest, 448.0)
-        at = out_scale + rows.to(gl.int64) * ((WIDTH + 127) // 128) + col // 128
-        gl.store(at, scale, mask=(rows < end) & (col < WIDTH))
-        x = round_scaled(x, gl.expand_dims(inverse, 1), DTYPE, False)
-        y = round_scaled(y, gl.expand_dims(inverse, 1), DTYPE, False)
-    _store_quarter(x, buffer, out, row, end, col, DTYPE)
-    _store_quarter(y, buffer, out, row, end, col + 64, DTYPE)
-
-
-@jit
-def _consumer(
-    WHICH: gl.constexpr, row_start, row_end, row_index, row_scale, bias, out, out_scale, alpha, limit, a_tiles, w_tiles,
-    a_scales, w_scales, buffers, full, empty, tile_ends, num_tiles,
-    N: gl.constexpr, D: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr, BLOCK_M: gl.constexpr,
-    GROUP_M: gl.constexpr, STAGES: gl.constexpr, SKIP_IDLE: gl.constexpr, DTYPE: gl.constexpr,
-):  # fmt: skip
-    WIDTH: gl.constexpr = N // 2 if GATED else N
-    COLS: gl.constexpr = 128 if GATED else 256
-    TILES_N: gl.constexpr = (WIDTH + COLS - 1) // COLS
-    STEPS: gl.constexpr = (D + 127) // 128
-    ROW: gl.constexpr = WHICH * 64
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 32])
-    FRAGMENT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=4)
-    ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
-    HI: gl.constexpr = WIDTH if GATED else 128  # from the first 128 weight rows of a tile to the others
-    LAST: gl.constexpr = N - 1
-    stage = 0
-    phase = 0
-    for round_ in range(rounds_of(num_tiles)):
-        tile = round_ * gl.num_programs(0) + turn(round_)
-        e, row, end, column = find_tile(tile, tile_ends, row_start, row_end, BLOCK_M, TILES_N, GROUP_M, 4)
-        row += ROW
-        col = column * COLS
-        active = row < end if SKIP_IDLE else True
-        if active:
-            p = gl.zeros([64, 64], gl.float32, MMA)
-            q = p
-            c0 = p
-            c1 = p
-            c2 = p
-            c3 = p
-            for _step in range(STEPS):
-                mbarrier.wait(full.index(stage), phase)
-                s = a_scales.index(stage).slice(ROW, 64, 0).load(ROWS)
-                lo = gl.expand_dims(s * w_scales.index(stage).slice(0, 1, 0).load(ROWS), 1)
-                hi = gl.expand_dims(s * w_scales.index(stage).slice(1, 1, 0).load(ROWS), 1)
-                x = a_tiles.index(stage).slice(ROW, 64, 0).load(FRAGMENT)
-                w = w_tiles.index(stage)
-                g = warpgroup_mma(x, w.slice(0, 64, 0).permute((1, 0)), p, use_acc=False, is_async=True)
-                h = warpgroup_mma(x, w.slice(64, 64, 0).permute((1, 0)), q, use_acc=False, is_async=True)
-                p = warpgroup_mma_wait(num_outstanding=1, deps=(g,))
-                c0 += p * lo
-                # waiting with the sum as a dependency keeps it ahead of the next product in program order
-                p, c0 = warpgroup_mma_wait(num_outstanding=1, deps=(p, c0))
-                g = warpgroup_mma(x, w.slice(128, 64, 0).permute((1, 0)), p, use_acc=False, is_async=True)
-                q = warpgroup_mma_wait(num_outstanding=1, deps=(h,))
-                c1 += q * lo
-                q, c1 = warpgroup_mma_wait(num_outstanding=1, deps=(q, c1))
-                h = warpgroup_mma(x, w.slice(192, 64, 0).permute((1, 0)), q, use_acc=False, is_async=True)
-                p = warpgroup_mma_wait(num_outstanding=1, deps=(g,))
-                c2 += p * hi
-                q = warpgroup_mma_wait(num_outstanding=0, deps=(h,))
-                mbarrier.arrive(empty.index(stage), count=1)
-                c3 += q * hi
-                stage, phase = next_stage(stage, phase, STAGES)
-
-            position = gl.minimum(row + gl.arange(0, 64, ROWS), end - 1)
-            if row_scale is not None:
-                if row_index is not None:
-                    position = gl.load(row_index + position)
-            cols = col + gl.arange(0, 64, gl.SliceLayout(0, MMA))
-            at = e.to(gl.int64) * N
-            c0 = _finish(c0, row_scale, bias, position, at + gl.minimum(cols, LAST))
-            c1 = _finish(c1, row_scale, bias, position, at + gl.minimum(cols + 64, LAST))
-            c2 = _finish(c2, row_scale, bias, position, at + gl.minimum(cols + HI, LAST))
-            c3 = _finish(c3, row_scale, bias, position, at + gl.minimum(cols + HI + 64, LAST))
-            if GATED:
-                c0, _, _ = activate_and_slopes(c0, c2, alpha, limit, ACTIVATION)
-                c1, _, _ = activate_and_slopes(c1, c3, alpha, limit, ACTIVATION)
-                _store_block(c0, c1, buffers.index(WHICH), out, out_scale, row, end, col, WIDTH, DTYPE, MMA)
-            else:
-                if ACTIVATION != "none":
-                    c0, _, _ = activate_and_slopes(c0, 1.0, alpha, limit, ACTIVATION)
-                    c1, _, _ = activate_and_slopes(c1, 1.0, alpha, limit, ACTIVATION)
-                    c2, _, _ = activate_and_slopes(c2, 1.0, alpha, limit, ACTIVATION)
-                    c3, _, _ = activate_and_slopes(c3, 1.0, alpha, limit, ACTIVATION)
-                _store_block(c0, c1, buffers.index(WHICH), out, out_scale, row, end, col, WIDTH, DTYPE, MMA)
-                _store_block(c2, c3, buffers.index(WHICH), out, out_scale, row, end, col + 128, WIDTH, DTYPE, MMA)
-        else:  # no row of this expert is left for this warpgroup: leave the tensor cores to the other one
-            for _step in range(STEPS):
-                mbarrier.wait(full.index(stage), phase)
-                mbarrier.arrive(empty.index(stage), count=1)
-                stage, phase = next_stage(stage, phase, STAGES)
-    tma.store_wait(pendings=0)
-
-
-@jit(do_not_specialize_on_alignment=["row_start", "row_end"])
-def scaled_gemm_gluon_kernel(
-    a,  # a descriptor of [*, D], or a pointer where row_index finds the rows
-    a_scale,
-    w,  # a descriptor of [L · N, D]
-    w_scale,
-    bias,
-    row_start,
-    row_end,
-    row_index,
-    row_scale,
-    out,  # a descriptor by `ragged_rows`
-    out_scale,
-    alpha,
-    limit,
-    a_stride,
-    a_scale_stride,
-    L: gl.constexpr,
-    L_BLOCK: gl.constexpr,
-    N: gl.constexpr,
-    D: gl.constexpr,
-    DIVISOR: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    GATED: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
-    AT_ONCE: gl.constexpr,
-    SKIP_IDLE: gl.constexpr,
-    PRODUCER_WARPS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
-    DEPENDENT: gl.constexpr,
-):
-    """The tiles and results of `scaled_gemm_kernel`, with rows in tiles of 128 and 256 weight rows."""
-    FP8: gl.constexpr = w.dtype
-    CONSUMERS: gl.constexpr = BLOCK_M // 64
-    DTYPE: gl.constexpr = out.dtype
-    COLS: gl.constexpr = 128 if GATED else 256
-    TILES_N: gl.constexpr = (N // (2 if GATED else 1) + COLS - 1) // COLS
-    wait_for_previous(DEPENDENT)
-    let_next_start(DEPENDENT)
-    A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, 128], FP8)
-    W_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([256, 128], FP8)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    a_tiles = gl.allocate_shared_memory(FP8, [STAGES, BLOCK_M, 128], A_LAYOUT)
-    w_tiles = gl.allocate_shared_memory(FP8, [STAGES, 256, 128], W_LAYOUT)
-    a_scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], FLAT)
-    w_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 2], FLAT)
-    buffers = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, 64, 64], out.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1 + 32 * PRODUCER_WARPS)
-        mbarrier.init(empty.index(i), count=CONSUMERS)
-
-    tile_ends = gl.allocate_shared_memory(gl.int32, [L_BLOCK], FLAT)
-    num_tiles = count_tiles(tile_ends, row_start, row_end, L, L_BLOCK, BLOCK_M) * TILES_N
-    fence_async_shared()
-
-    if BLOCK_M == 128:
-        gl.warp_specialize(
-            [
-                (_consumer, (0, row_start, row_end, row_index, row_scale, bias, out, out_scale, alpha, limit, a_tiles,
-                             w_tiles, a_scales, w_scales, buffers, full, empty, tile_ends, num_tiles, N, D, ACTIVATION,
-                             GATED, BLOCK_M, GROUP_M, STAGES, SKIP_IDLE, DTYPE)),
-                (_consumer, (1, row_start, row_end, row_index, row_scale, bias, out, out_scale, alpha, limit, a_tiles,
-                             w_tiles, a_scales, w_scales, buffers, full, empty, tile_ends, num_tiles, N, D, ACTIVATION,
-                             GATED, BLOCK_M, GROUP_M, STAGES, SKIP_IDLE, DTYPE)),
-                (_producer, (a, a_scale, w, w_scale, row_start, row_end, row_index, a_stride, a_scale_stride, a_tiles,
-                             w_tiles, a_scales, w_scales, full, empty, tile_ends, num_tiles, N, D, DIVISOR, GATED,
-                             BLOCK_M, GROUP_M, STAGES, AT_ONCE, PRODUCER_WARPS)),
-            ],
-            [4, PRODUCER_WARPS],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consumer, (0, row_start, row_end, row_index, row_scale, bias, out, out_scale, alpha, limit, a_tiles,
-                             w_tiles, a_scales, w_scales, buffers, full, empty, tile_ends, num_tiles, N, D, ACTIVATION,
-                             GATED, BLOCK_M, GROUP_M, STAGES, SKIP_IDLE, DTYPE)),
-                (_producer, (a, a_scale, w, w_scale, row_start, row_end, row_index, a_stride, a_scale_stride, a_tiles,
-                             w_tiles, a_scales, w_scales, full, empty, tile_ends, num_tiles, N, D, DIVISOR, GATED,
-                             BLOCK_M, GROUP_M, STAGES, AT_ONCE, PRODUCER_WARPS)),
-            ],
-            [PRODUCER_WARPS],
-            [PRODUCER_REGISTERS],
-        )  # fmt: skip
 
 
 def can_take(
@@ -353,7 +57,7 @@ def can_take(
     return (
         config.block_m in SHAPES
         and block == BLOCK
-        and (a.data_ptr() | w.data_ptr() | a.stride(0) | d) % 16 == 0
+        and (a.data_ptr() | w.data_ptr() | out.data_ptr() | a.stride(0) | d) % 16 == 0
         and w.is_contiguous()
         and width * out.dtype.itemsize % 16 == 0
         and (width % 128 == 0 or not (gated or requantize))
@@ -362,14 +66,62 @@ def can_take(
     )
 
 
-@functools.cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+def _layout(block: list[int], dtype: torch.dtype) -> Any:
     types = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float8_e4m3fn: gl.float8e4nv}
-    return gl.NVMMASharedLayout.get_default_for(list(block), types[dtype])
+    return gl.NVMMASharedLayout.get_default_for(block, types[dtype])
 
 
-def descriptor(t: Tensor, shape: list[int], strides: list[int], *block: int) -> Any:
-    return TensorDescriptor(t, shape, strides, list(block), _layout(block, t.dtype))
+class Plan(NamedTuple):
+    """What a launch takes from shapes alone: found once for each, so that a call costs the host little."""
+
+    column_tiles: int
+    rows: tuple[list[int], Any]  # block and layout of descriptors of a
+    w: tuple[list[int], list[int], list[int], Any]  # shape, strides, block and layout of a descriptor
+    out: tuple[list[int], list[int], list[int], Any]
+    constants: dict[str, Any]
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    device: torch.device,
+    shape: tuple[int, int, int],  # of the weights
+    out_dtype: torch.dtype,
+    divisor: int,
+    activation: str,
+    gated: bool,
+    config: ScaledConfig,
+) -> Plan:
+    L, n, d = shape
+    width = n // 2 if gated else n
+    block_m, ring = config.block_m, SHAPES[config.block_m]
+    weights, out = [128 if gated else 256, 128], ragged_rows(width, [64, 64])
+    constants = {
+        "L": L,
+        "L_BLOCK": max(32, next_power_of_2(L)),
+        "N": n,
+        "D": d,
+        "DIVISOR": divisor,
+        "ACTIVATION": activation,
+        "GATED": gated,
+        "BLOCK_M": block_m,
+        "GROUP_M": config.group_m,
+        "STAGES": ring.stages,
+        "AT_ONCE": ring.at_once if cdiv(d, 128) % ring.at_once == 0 else 1,
+        "SKIP_IDLE": config.skip_idle,
+        "PRODUCER_REGISTERS": ring.producer,
+        "CONSUMER_REGISTERS": ring.consumer,
+        "num_warps": 4,
+        "maxnreg": ring.registers,
+        # where reading weights is all that costs, the next kernel's start is worth having
+        **(dependent_launch(device) if block_m == 64 else {"DEPENDENT": False}),
+    }
+    return Plan(
+        column_tiles=cdiv(width, 128 if gated else 256),
+        rows=([block_m, 128], _layout([block_m, 128], FP8)),
+        w=([L * n, d], [d, 1], weights, _layout(weights, FP8)),
+        out=(*out, _layout(out[2], out_dtype)),
+        constants=constants,
+    )
 
 
 def launch(
@@ -385,46 +137,28 @@ def launch(
     config: ScaledConfig,
 ) -> None:
     """Launches the kernel on operands that `can_take` allows, on the current device."""
-    L, n, d = w.shape
-    gated = epilogue.gated
-    shape, strides, block = ragged_rows(out.shape[1], [64, 64])
-    block_m, ring = config.block_m, SHAPES[config.block_m]
-    column_tiles = cdiv(out.shape[1], 128 if gated else 256)
-    row_tiles = most_row_tiles(out.shape[0], L, block_m, None)
-    # where reading weights is all that costs, the next kernel's start is worth having
-    dependent = dependent_launch(a.device) if block_m == 64 else {"DEPENDENT": False}
-    scaled_gemm_gluon_kernel[(num_programs(a.device, 1, row_tiles * column_tiles),)](
-        a if rows.row_index is not None else descriptor(a, list(a.shape), [a.stride(0), 1], block_m, 128),
+    plan = _plan(a.device, w.shape, out.dtype, rows.divisor, epilogue.activation, epilogue.gated, config)
+    kind, stride = TensorDescriptor, a.stride(0)
+    tiles: Any = a
+    if rows.row_index is None:
+        shape, strides = list(a.shape), [stride, 1]
+        tiles = unchecked_descriptor(kind, a, shape, strides, plan.rows[0], layout=plan.rows[1])
+    row_tiles = most_row_tiles(out.shape[0], w.shape[0], config.block_m, None)
+    scaled_gemm_gluon_kernel[(num_programs(a.device, 1, row_tiles * plan.column_tiles),)](
+        tiles,
         a_scale,
-        descriptor(w, [L * n, d], [d, 1], 128 if gated else 256, 128),
+        unchecked_descriptor(kind, w, *plan.w[:3], layout=plan.w[3]),
         w_scale,
         bias,
         rows.row_start,
         rows.row_end,
         rows.row_index,
         rows.row_scale,
-        descriptor(out, shape, strides, *block),
+        unchecked_descriptor(kind, out, *plan.out[:3], layout=plan.out[3]),
         out_scale,
         epilogue.alpha,
         epilogue.limit,
-        a.stride(0),
+        stride,
         a_scale.stride(0),
-        L=L,
-        L_BLOCK=max(32, next_power_of_2(L)),
-        N=n,
-        D=d,
-        DIVISOR=rows.divisor,
-        ACTIVATION=epilogue.activation,
-        GATED=gated,
-        BLOCK_M=block_m,
-        GROUP_M=config.group_m,
-        STAGES=ring.stages,
-        AT_ONCE=ring.at_once if cdiv(d, 128) % ring.at_once == 0 else 1,
-        SKIP_IDLE=config.skip_idle,
-        PRODUCER_WARPS=PRODUCER_WARPS,
-        PRODUCER_REGISTERS=ring.producer,
-        CONSUMER_REGISTERS=ring.consumer,
-        num_warps=4,
-        maxnreg=ring.registers,
-        **dependent,
+        **plan.constants,
     )
