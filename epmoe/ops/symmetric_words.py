@@ -288,7 +288,8 @@ def slots_of(epoch, code, control_words, half_words):
 
 @jit
 def advance(clock, epoch, program, programs):
-    """A program moves its copies of the epoch on."""
+    """A program moves its copies of the epoch on, once all of its warps have read what they need of it."""
+    tl.debug_barrier()
     for first in range(program, _CLOCKS, programs * 128):
         at = first + programs * tl.arange(0, 128)
         tl.store(clock + at, tl.full((128,), 1, tl.int32) + epoch, mask=at < _CLOCKS)
