@@ -85,6 +85,11 @@ class Problem:
         return self.op.endswith("_act") and self.activation.gated
 
     @property
+    def saves(self) -> bool:
+        """Whether training takes the same entry, and has the kernel save what it fed the activation."""
+        return self.op == "grouped_gemm_act"
+
+    @property
     def loads(self) -> tuple[int, ...]:
         """T of each load that it is measured with. Quantized, a row per expert is what one token has as well, whose
         experts get one row each and the others none; unquantized, a rule of its own decides that."""
@@ -189,8 +194,13 @@ def _narrow_weights(problem: Problem, generator: torch.Generator, device: torch.
     return NarrowWeights(values, scales, problem.scheme, k, None, outer)
 
 
-def make_call(problem: Problem, weights: Weights | None, total: int, device: torch.device) -> Callable[[], Result]:
-    """The op on `total` random rows: as many as L · rows go to experts drawn uniformly, fewer to one expert each."""
+def make_call(
+    problem: Problem, weights: Weights | None, total: int, device: torch.device, *, saving: bool = False
+) -> Callable[[], Result]:
+    """The op on `total` random rows: as many as L · rows go to experts drawn uniformly, fewer to one expert each.
+
+    saving: a GEMM1 that `saves` keeps what backward needs of it, as training asks.
+    """
     generator = torch.Generator(device).manual_seed(total)
     L, n, k, top_k = problem.L, problem.N, problem.K, problem.top_k
     if total < L * problem.rows:
@@ -222,7 +232,7 @@ def make_call(problem: Problem, weights: Weights | None, total: int, device: tor
     if isinstance(weights, Tensor):
         w = weights
         if first:
-            return lambda: (grouped_gemm_act(x, w, None, *rows, None, *act, False, expected)[0], none)
+            return lambda: (grouped_gemm_act(x, w, None, *rows, None, *act, saving, expected)[0], none)
         return lambda: (grouped_gemm(x, w, None, *rows, problem.transpose, expected), none)
     if isinstance(weights, NarrowWeights):
         narrow = (x, weights.values, weights.scales, weights.zeros, weights.outer, None, *rows)

@@ -198,7 +198,8 @@ def _entry(problem: Problem, config: Any) -> dict[str, Any]:
 def _run_each(
     rank: int, world_size: int, device: torch.device, work: Sequence[tuple[Problem, int, int, Any]]
 ) -> tuple[int, dict[tuple[int, int], str]]:
-    """Candidates of problems of one weight shape, each once: problem, its place, the candidate's place, the candidate.
+    """Candidates of problems of one weight shape, each once as inference asks and, where training would take it too, as
+    training does: problem, its place, the candidate's place, the candidate.
 
     Returns:
         How many were tried: all, or those until one broke this process' context. Of those that failed, places and why.
@@ -206,14 +207,17 @@ def _run_each(
     weights = make_weights(work[0][0], device)
     failed: dict[tuple[int, int], str] = {}
     with Forcing(device) as forcing:
-        call: Callable[[], Result] | None = None
+        calls: list[Callable[[], Result]] = []
         before: Problem | None = None
         for done, (problem, i, j, config) in enumerate(work):
-            if call is None or problem is not before:
-                call, before = make_call(problem, weights, problem.loads[0], device), problem
+            if problem is not before:
+                kinds = (False, True) if problem.saves else (False,)
+                calls = [make_call(problem, weights, problem.loads[0], device, saving=saving) for saving in kinds]
+                before = problem
             forcing.to(problem, config)
             try:
-                call()
+                for call in calls:
+                    call()
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
             except Exception as error:

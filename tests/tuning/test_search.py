@@ -398,6 +398,26 @@ def test_candidates_that_fail_in_their_process_are_named_by_place(on_cpu, monkey
     assert search._run_each(0, 1, CPU, work) == (3, failed)  # the last is left to another process
 
 
+def test_a_candidate_that_has_no_room_for_what_training_saves_is_refused(on_cpu, monkeypatch):
+    first = dataclasses.replace(SMALL, op="grouped_gemm_act", N=128)
+    ruled = rule(first, CPU)
+    asked = []
+
+    def made(problem, weights, total, device, *, saving=False):
+        def call():
+            asked.append((problem.op, saving))
+            if saving:
+                raise RuntimeError("out of resource: shared memory")
+
+        return call
+
+    monkeypatch.setattr(search, "make_call", made)
+    done, failed = search._run_each(0, 1, CPU, [(first, 0, 0, ruled)])
+    assert done == 1 and failed.keys() == {(0, 0)} and "shared memory" in failed[0, 0]
+    assert search._run_each(0, 1, CPU, [(SMALL, 0, 0, rule(SMALL, CPU))]) == (1, {})
+    assert asked == [("grouped_gemm_act", False), ("grouped_gemm_act", True), (SMALL.op, False)]
+
+
 def test_after_a_candidate_that_broke_its_process_another_one_tries_the_rest(on_cpu, monkeypatch):
     ruled, failed, *rest = near(SMALL, rule(SMALL, CPU), CPU)
     started = []
