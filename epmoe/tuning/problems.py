@@ -199,7 +199,8 @@ def make_call(
 ) -> Callable[[], Result]:
     """The op on `total` random rows: as many as L · rows go to experts drawn uniformly, fewer to one expert each.
 
-    saving: a GEMM1 that `saves` keeps what backward needs of it, as training asks.
+    saving: a GEMM1 that `saves` keeps what backward needs of it, of rows in expert order, as training asks; no other
+    call wants more shared memory.
     """
     generator = torch.Generator(device).manual_seed(total)
     L, n, k, top_k = problem.L, problem.N, problem.K, problem.top_k
@@ -224,9 +225,10 @@ def make_call(
 
         return gradient
     first = problem.op.endswith("_act")
-    index = torch.randperm(total, generator=generator, device=device).to(torch.int32) if first else None
-    x = normal(-(-total // top_k) if first else total, k)
-    rows = (*segments, index, top_k if first else 1, total)
+    gathered = first and not saving
+    index = torch.randperm(total, generator=generator, device=device).to(torch.int32) if gathered else None
+    x = normal(-(-total // top_k) if gathered else total, k)
+    rows = (*segments, index, top_k if gathered else 1, total)
     act = (problem.activation.name, problem.activation.alpha, problem.activation.limit)
     expected = problem.rows
     if isinstance(weights, Tensor):
