@@ -38,7 +38,8 @@ def near(problem: Problem, chosen: Any, device: torch.device) -> list[Any]:
     if low <= problem.rows <= high and isinstance(chosen, FewRowsConfig):
         tried.insert(3, GemmConfig(128, 128, 64, 8, num_warps=8, num_stages=4))
         if _has_gluon(device):
-            tried.insert(2, GemmConfig(128, 256, 64, 8, num_warps=8, num_stages=4, flatten=True, gluon=True))
+            stages = 3 if problem.gated else 4  # more have no room where what is saved is stored too
+            tried.insert(2, GemmConfig(128, 256, 64, 8, num_warps=8, num_stages=stages, flatten=True, gluon=True))
     if low <= problem.rows <= high and isinstance(chosen, GemmConfig):
         tried.insert(2, FewRowsConfig(64, 128, 64, num_warps=4, num_stages=4))
     return list(dict.fromkeys(tried))

@@ -13,14 +13,14 @@ from epmoe.experts import ExpertsSpec, GroupedInt8Experts, select_experts
 from epmoe.ops._triton import INTERPRET
 from epmoe.quant import quantize_rows
 from epmoe.testing import poisoned_empty
-from tests.experts.quantized_cases import H, I, row_error
+from tests.experts.quantized_cases import H, I, median_row_error, row_error
 from tests.experts.test_fp8 import expected, make, weighted
 
 SCHEME = "int8_row"
 SAME_NUMBERS = 1e-2  # one activation in bf16 may be rounded to the integer beside it
-# The scheme's own error, in both GEMMs. Small gates make the activation a product of two normal numbers, whose largest
-# entry, and so the step of its row, is further from the mean: such rows have 0.033, others 0.025.
-UNQUANTIZED = 0.045
+# The scheme's own error, in both GEMMs, of most rows: 0.025 to 0.033. Small gates make the activation a product of two
+# normal numbers, whose largest entry now and then is far from all others, and with it the step of that row.
+UNQUANTIZED = 0.04
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -42,10 +42,11 @@ def test_standard_rows_match_float64_of_the_same_quantized_numbers(on_input, act
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_every_row_is_near_what_nothing_quantized_gives(device, seed):
+def test_rows_are_near_what_nothing_quantized_gives(device, seed):
     c = make(SCHEME, device, seed, bias=False, h=1024, i=4096)
     y = GroupedInt8Experts(c.spec)(c.rows, c.weights)
-    assert row_error(y, weighted(c, expected(c, quantized=False))) < UNQUANTIZED
+    assert row_error(y, weighted(c, expected(c, quantized=True))) < SAME_NUMBERS
+    assert median_row_error(y, weighted(c, expected(c, quantized=False))) < UNQUANTIZED
 
 
 def test_batched_rows_give_what_standard_rows_give_whatever_the_padding_holds(device, seed):
