@@ -29,6 +29,8 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
 
 import pytest  # noqa: E402
 
+from epmoe.ops._triton import INTERPRET  # noqa: E402
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     from epmoe.testing import quicken_interpreter
 
@@ -69,6 +71,15 @@ def _seed_of(nodeid: str) -> int:
 def seed(request: pytest.FixtureRequest) -> int:
     """An int in [0, 2**31) from the run's seed and the test's id: fresh in every run, the same in a repeated one."""
     return _seed_of(request.node.nodeid)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where kernels run: compiled on a GPU, through the interpreter on CPU. One process can do only one of them."""
+    if INTERPRET == (request.param == "cuda"):
+        pytest.skip("Triton was imported " + ("with TRITON_INTERPRET=1" if INTERPRET else "without its interpreter"))
+    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
+    return str(request.param)
 
 
 @pytest.hookimpl(wrapper=True)

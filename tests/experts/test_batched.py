@@ -12,7 +12,6 @@ from torch import Tensor
 from epmoe.config import ACTIVATIONS, Activation
 from epmoe.dispatch.inputs import BatchedInput, ExpertInput, Layout
 from epmoe.experts import EXPERTS_BY_LAYOUT, BatchedExperts, ExpertsSpec, ExpertWeights, ReferenceExperts
-from epmoe.ops._triton import INTERPRET
 from epmoe.testing import poisoned_empty
 from tests import naive
 
@@ -139,15 +138,6 @@ def check(c: Case, got: dict[str, Tensor]) -> None:
         scale = want.norm().item() or 1.0
         error = (g - want).norm().item() / scale
         assert error <= tolerance[name != "y"], f"{name}: {error:.2e}"
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    """Where the kernels run: compiled on a GPU, through the interpreter on CPU. One process can do only one of them."""
-    if INTERPRET == (request.param == "cuda"):
-        pytest.skip("Triton was imported " + ("with TRITON_INTERPRET=1" if INTERPRET else "without its interpreter"))
-    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
-    return request.param
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

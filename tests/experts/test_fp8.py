@@ -14,7 +14,6 @@ from epmoe.dispatch import make_dispatcher
 from epmoe.experts import ExpertsSpec, ExpertWeights, GroupedFp8Experts, ReferenceExperts, select_experts
 from epmoe.kernel import MoEKernel
 from epmoe.ops import _triton
-from epmoe.ops._triton import INTERPRET
 from epmoe.ops.quantize import quantize_reference, row_format
 from epmoe.ops.quantize_blocks import BLOCK, quantize_blocks_reference
 from epmoe.placement import ExpertPlacement
@@ -36,15 +35,6 @@ SAME_NUMBERS = {"cpu": 8e-3, "cuda": 3e-2}
 # of the activation, of w2. That is 6.4 %, and 6.9 % where the gate is steepest (silu multiplies a relative error by up
 # to 1.25). A row of thousands of columns is within 3 % of its mean (one sigma), the worst of seven within 9 %.
 UNQUANTIZED = {"fp8_block": 0.075, "fp8_block_ue8m0": 0.08, "fp8_row": 0.08}
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    """Where the kernels run: compiled on a GPU, through the interpreter on CPU. One process can do only one of them."""
-    if INTERPRET == (request.param == "cuda"):
-        pytest.skip("Triton was imported " + ("with TRITON_INTERPRET=1" if INTERPRET else "without its interpreter"))
-    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
-    return request.param
 
 
 def make(

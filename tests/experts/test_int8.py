@@ -10,7 +10,6 @@ import torch
 
 from epmoe.config import Activation
 from epmoe.experts import ExpertsSpec, GroupedInt8Experts, select_experts
-from epmoe.ops._triton import INTERPRET
 from epmoe.quant import quantize_rows
 from epmoe.testing import poisoned_empty
 from tests.experts.quantized_cases import H, I, median_row_error, row_error
@@ -21,15 +20,6 @@ SAME_NUMBERS = 1e-2  # one activation in bf16 may be rounded to the integer besi
 # The scheme's own error, in both GEMMs, of most rows: 0.025 to 0.033. Small gates make the activation a product of two
 # normal numbers, whose largest entry now and then is far from all others, and with it the step of that row.
 UNQUANTIZED = 0.04
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    """Where the kernels run: compiled on a GPU, through the interpreter on CPU. One process can do only one of them."""
-    if INTERPRET == (request.param == "cuda"):
-        pytest.skip("Triton was imported " + ("with TRITON_INTERPRET=1" if INTERPRET else "without its interpreter"))
-    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
-    return request.param
 
 
 @pytest.mark.parametrize("on_input, act", [(False, "swiglu"), (True, "relu2")], ids=str)

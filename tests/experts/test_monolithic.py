@@ -26,13 +26,6 @@ ROUTER = RouterConfig(
 )
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    """Where the kernels run; on CPU through the interpreter."""
-    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
-    return request.param
-
-
 @dataclasses.dataclass
 class Case:
     spec: ExpertsSpec

@@ -15,7 +15,6 @@ from epmoe.config import Activation
 from epmoe.dispatch import make_dispatcher
 from epmoe.experts import ExpertsSpec, ExpertWeights, ReferenceExperts, WeightOnlyExperts, select_experts
 from epmoe.kernel import MoEKernel
-from epmoe.ops._triton import INTERPRET
 from epmoe.placement import ExpertPlacement
 from epmoe.quant import NARROW_SCHEMES, NarrowWeights, dequantize_narrow, quantize_narrow
 from epmoe.testing import poisoned_empty
@@ -27,15 +26,6 @@ from tests.experts.quantized_cases import Case, H, I, K, draw, peaks_on_a_gpu, r
 SAME_NUMBERS = 1e-2
 # Of random experts and rows, the scheme's own error in both GEMMs and the gate: about twice that of the weights.
 UNQUANTIZED = {"int4": 0.3, "int8": 0.02, "mxfp4": 0.3, "nvfp4": 0.25, "mxfp6": 0.15}
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    """Where the kernels run: compiled on a GPU, through the interpreter on CPU. One process can do only one of them."""
-    if INTERPRET == (request.param == "cuda"):
-        pytest.skip("Triton was imported " + ("with TRITON_INTERPRET=1" if INTERPRET else "without its interpreter"))
-    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
-    return request.param
 
 
 @dataclasses.dataclass

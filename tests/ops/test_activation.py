@@ -11,20 +11,10 @@ from torch import Tensor
 from epmoe.config import ACTIVATIONS, Activation
 from epmoe.ops import _configs, activation
 from epmoe.ops._segments import batched_segments, standard_segments
-from epmoe.ops._triton import INTERPRET
 from epmoe.ops.activation import activation_backward, activation_backward_reference, apply_activation
 from epmoe.testing import poisoned_empty
 
 ROUNDING = {torch.float32: 5e-6, torch.float16: 6e-4, torch.bfloat16: 4.5e-3}  # of one rounding (2^-11, 2^-8 at worst)
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    """Where the kernels run: compiled on a GPU, through the interpreter on CPU. One process can do only one of them."""
-    if INTERPRET == (request.param == "cuda"):
-        pytest.skip("Triton was imported " + ("with TRITON_INTERPRET=1" if INTERPRET else "without its interpreter"))
-    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
-    return request.param
 
 
 @pytest.fixture(params=ACTIVATIONS)

@@ -14,13 +14,6 @@ GARBAGE = 2**31 - 1
 GUARD = 64
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    """Where the kernels run; on CPU through the interpreter."""
-    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
-    return request.param
-
-
 align = importlib.import_module("epmoe.ops.align")
 PATHS = {
     "chosen": {},

@@ -19,13 +19,6 @@ GUARD = 64
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    """Where the kernels run; on CPU through the interpreter."""
-    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
-    return request.param
-
-
 @pytest.fixture
 def guarded(monkeypatch):
     """Every buffer an op allocates starts poisoned and lies between guard words; returns a check of the guards."""

@@ -40,15 +40,6 @@ UNEVEN = [3, 0, 18]
 LAYOUTS = ["in-place", "gathered", "batched"]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    """Where the kernels run: compiled on a GPU, through the interpreter on CPU. One process can do only one of them."""
-    if INTERPRET == (request.param == "cuda"):
-        pytest.skip("Triton was imported " + ("with TRITON_INTERPRET=1" if INTERPRET else "without its interpreter"))
-    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
-    return request.param
-
-
 @pytest.fixture
 def configure(monkeypatch):
     """Makes every plan follow one configuration, and counts the plans that were followed."""

@@ -14,7 +14,6 @@ from epmoe.config import ACTIVATIONS, Activation
 from epmoe.ops import _configs
 from epmoe.ops._configs import GemmConfig
 from epmoe.ops._segments import batched_segments, standard_segments
-from epmoe.ops._triton import INTERPRET
 from epmoe.ops.grouped_gemm import (
     grouped_gemm,
     grouped_gemm_act,
@@ -37,15 +36,6 @@ COUNTS = {
 }
 # How rows are found: in sorted order, by an index, or as batched experts, which are dense and lie apart.
 LAYOUTS = ["in-place", "gathered", "batched"]
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    """Where the kernels run: compiled on a GPU, through the interpreter on CPU. One process can do only one of them."""
-    if INTERPRET == (request.param == "cuda"):
-        pytest.skip("Triton was imported " + ("with TRITON_INTERPRET=1" if INTERPRET else "without its interpreter"))
-    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
-    return request.param
 
 
 @pytest.fixture

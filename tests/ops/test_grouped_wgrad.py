@@ -14,7 +14,6 @@ from epmoe.ops import _configs
 from epmoe.ops import grouped_wgrad as module
 from epmoe.ops._configs import WgradConfig
 from epmoe.ops._segments import batched_segments, standard_segments
-from epmoe.ops._triton import INTERPRET
 from epmoe.ops.grouped_wgrad import grouped_wgrad, grouped_wgrad_reference
 from epmoe.testing import poisoned_empty
 
@@ -30,15 +29,6 @@ COUNTS = {
 }
 # Which operand is read through the index: W1's gradient gathers x, W2's gathers dy.
 GATHERS = {"neither": (False, False), "w1": (False, True), "w2": (True, False), "both": (True, True)}
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    """Where the kernels run: compiled on a GPU, through the interpreter on CPU. One process can do only one of them."""
-    if INTERPRET == (request.param == "cuda"):
-        pytest.skip("Triton was imported " + ("with TRITON_INTERPRET=1" if INTERPRET else "without its interpreter"))
-    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
-    return request.param
 
 
 def case(

@@ -15,7 +15,6 @@ from epmoe.config import ACTIVATIONS, Activation
 from epmoe.ops import _narrow_configs
 from epmoe.ops._narrow_configs import NarrowConfig
 from epmoe.ops._segments import batched_segments, standard_segments
-from epmoe.ops._triton import INTERPRET
 from epmoe.ops.activation import apply_activation
 from epmoe.ops.narrow_formats import narrow_format, numbers_of
 from epmoe.ops.narrow_gemm import (
@@ -36,15 +35,6 @@ ROW_ERROR = {torch.bfloat16: 4.5e-3, torch.float16: 1e-3}
 FORMS = [(scheme, zeros) for scheme in NARROW_SCHEMES for zeros in ((False, True) if scheme in INTEGERS else (False,))]
 LAYOUTS = ["in-place", "gathered", "batched"]
 narrow_config = _narrow_configs.narrow_config
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    """Where the kernels run: compiled on a GPU, through the interpreter on CPU. One process can do only one of them."""
-    if INTERPRET == (request.param == "cuda"):
-        pytest.skip("Triton was imported " + ("with TRITON_INTERPRET=1" if INTERPRET else "without its interpreter"))
-    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
-    return request.param
 
 
 @pytest.fixture

@@ -21,13 +21,6 @@ DTYPES = [
 ]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    """Where the kernel runs; on CPU through the interpreter."""
-    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
-    return request.param
-
-
 @pytest.fixture
 def guarded(monkeypatch):
     """The message buffer starts poisoned and lies between guard bytes; returns a check of the guards."""

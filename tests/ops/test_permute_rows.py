@@ -7,20 +7,10 @@ import math
 import pytest
 import torch
 
-from epmoe.ops._triton import INTERPRET
 from epmoe.ops.permute_rows import permute_rows, permute_rows_reference
 from epmoe.testing import poisoned_empty
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    """Where the kernels run: compiled on a GPU, through the interpreter on CPU. One process can do only one of them."""
-    if INTERPRET == (request.param == "cuda"):
-        pytest.skip("Triton was imported " + ("with TRITON_INTERPRET=1" if INTERPRET else "without its interpreter"))
-    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
-    return request.param
 
 
 def case(rows: int, k: int, width: int, dtype: torch.dtype, seed: int):

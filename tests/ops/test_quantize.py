@@ -8,22 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from epmoe.ops._triton import INTERPRET
 from epmoe.ops.quantize import ROW_FORMATS, quantize, quantize_reference, row_format
 from epmoe.quant.reference import quantize_group
 from epmoe.testing import poisoned_empty
 
 WIDTHS = [1, 80, 128, 192, 320]
 SCHEMES = list(ROW_FORMATS)
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    """Where the kernels run: compiled on a GPU, through the interpreter on CPU. One process can do only one of them."""
-    if INTERPRET == (request.param == "cuda"):
-        pytest.skip("Triton was imported " + ("with TRITON_INTERPRET=1" if INTERPRET else "without its interpreter"))
-    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
-    return request.param
 
 
 def rows_of_every_kind(width: int, seed: int) -> Tensor:

@@ -17,15 +17,6 @@ from epmoe.testing import poisoned_empty
 SCHEMES = ["fp8_block", "fp8_block_ue8m0"]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    """Where the kernels run: compiled on a GPU, through the interpreter on CPU. One process can do only one of them."""
-    if INTERPRET == (request.param == "cuda"):
-        pytest.skip("Triton was imported " + ("with TRITON_INTERPRET=1" if INTERPRET else "without its interpreter"))
-    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
-    return request.param
-
-
 def weights(n: int, k: int, seed: int) -> Tensor:
     """Two experts over six decades, with a block of zeros, one of subnormals, one that holds a NaN."""
     g = torch.Generator().manual_seed(seed)

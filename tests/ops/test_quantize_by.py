@@ -8,7 +8,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from epmoe.ops._segments import batched_segments, standard_segments
-from epmoe.ops._triton import INTERPRET
 from epmoe.ops.quantize_by import quantize_by, quantize_by_into, quantize_by_reference
 from epmoe.quant.reference import round_to_e4m3, round_to_int8
 from epmoe.testing import poisoned_empty
@@ -16,15 +15,6 @@ from tests.ops.test_quantize import rows_of_every_kind, same_bits
 
 SCHEMES = ["fp8_row", "int8_row"]
 FIXED = [0.5, 1e3, 1e-3, 7.0]  # experts' scales differ by 1e6
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    """Where the kernels run: compiled on a GPU, through the interpreter on CPU. One process can do only one of them."""
-    if INTERPRET == (request.param == "cuda"):
-        pytest.skip("Triton was imported " + ("with TRITON_INTERPRET=1" if INTERPRET else "without its interpreter"))
-    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
-    return request.param
 
 
 def segments(layout: str) -> tuple[tuple[Tensor, Tensor], list[int]]:

@@ -17,13 +17,6 @@ NAN, INF = math.nan, math.inf
 SCORINGS = ["softmax", "topk_softmax", "sigmoid", "sqrt_softplus"]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    """Where the kernels run; on CPU through the interpreter."""
-    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
-    return request.param
-
-
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """What the launchers allocate starts as NaN, or as an id that no expert has."""

@@ -26,13 +26,6 @@ CONFIGS = [
 ]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    """Where the kernels run; on CPU through the interpreter."""
-    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
-    return request.param
-
-
 @pytest.fixture
 def launches(monkeypatch) -> list[int]:
     """Counts the calls that took the fused launch."""

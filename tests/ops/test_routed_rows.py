@@ -14,7 +14,6 @@ from torch import Tensor
 from epmoe.config import Activation
 from epmoe.ops import _few_rows_configs
 from epmoe.ops._few_rows_configs import FewRowsConfig, few_rows_plan
-from epmoe.ops._triton import INTERPRET
 from epmoe.ops.activation import apply_activation
 from epmoe.ops.routed_rows import routed_rows, routed_rows_into
 from epmoe.testing import poisoned_empty
@@ -27,14 +26,6 @@ PAIR = {
     "other-tiles": (dataclasses.replace(PLAIN, block_w=128, paired=True), dataclasses.replace(PLAIN, block_t=32)),
     "looping": (dataclasses.replace(PLAIN, programs_per_sm=1), dataclasses.replace(PLAIN, programs_per_sm=1)),
 }
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    if INTERPRET == (request.param == "cuda"):
-        pytest.skip("Triton was imported " + ("with TRITON_INTERPRET=1" if INTERPRET else "without its interpreter"))
-    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
-    return request.param
 
 
 @pytest.fixture

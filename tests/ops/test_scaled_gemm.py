@@ -14,7 +14,6 @@ from epmoe.config import ACTIVATIONS, Activation
 from epmoe.ops import _scaled_configs, _triton
 from epmoe.ops._scaled_configs import ScaledConfig
 from epmoe.ops._segments import RowMap, batched_segments, standard_segments
-from epmoe.ops._triton import INTERPRET
 from epmoe.ops.activation import Epilogue, apply_activation
 from epmoe.ops.quantize import quantize_reference
 from epmoe.ops.quantize_blocks import BLOCK, quantize_blocks_reference
@@ -38,15 +37,6 @@ REQUANTIZED = 0.04
 UNQUANTIZED = 0.07  # against the numbers before they were rounded to eight bits
 LAYOUTS = ["in-place", "gathered", "batched"]
 scaled_config = _scaled_configs.scaled_config
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    """Where the kernels run: compiled on a GPU, through the interpreter on CPU. One process can do only one of them."""
-    if INTERPRET == (request.param == "cuda"):
-        pytest.skip("Triton was imported " + ("with TRITON_INTERPRET=1" if INTERPRET else "without its interpreter"))
-    monkeypatch.setenv("EPMOE_CPU_KERNELS", "triton")
-    return request.param
 
 
 @pytest.fixture
