@@ -16,7 +16,7 @@ from epmoe.ops._segments import RowMap, standard_segments
 from epmoe.ops.activation import Epilogue
 from epmoe.ops.grouped_gemm import grouped_gemm, grouped_gemm_act
 from epmoe.testing import poisoned_empty
-from tests.ops.test_grouped_gemm import case, check_act, check_gemm
+from tests.ops.gemm_cases import case, check_act, check_gemm
 
 CPU = torch.device("cpu")
 # Tiles hold 64, 128, 256 or 288 rows; a last one takes up to 32 rows beyond 256.
