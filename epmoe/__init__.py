@@ -2,10 +2,11 @@
 
 from epmoe.comm import EPGroup, PeerError
 from epmoe.config import ACTIVATIONS, Activation, MoEConfig, RouterConfig
+from epmoe.dense import SharedExperts
 from epmoe.dispatch import DISPATCHERS, Dispatcher, ExpertInput, Pending, make_dispatcher
 from epmoe.experts import EXPERTS, Experts, ExpertsSpec, ExpertWeights, select_experts, select_experts_impl
 from epmoe.kernel import KernelOutput, MoEKernel
-from epmoe.layer import MoELayer, SharedExperts
+from epmoe.layer import MoELayer
 from epmoe.overlap import run_microbatched, trace
 from epmoe.overlap.trace import trace_process
 from epmoe.placement import ExpertPlacement
