@@ -82,8 +82,8 @@ Packed = tuple[dict[str, Tensor], Tensor]
 Packer = Callable[[str, Tensor, torch.Generator], Packed]
 
 
-def gptq(how: Integers, less_one: bool = True, borrow: bool = False) -> Packer:
-    """`borrow`: one is taken from all zero points of a word at once."""
+def gptq(how: Integers, less_one: bool = True, borrow: bool = False, groups: bool = True) -> Packer:
+    """`borrow`: one is taken from all zero points of a word at once. `groups`: `g_idx` is there."""
 
     def pack(stem: str, w: Tensor, generator: torch.Generator) -> Packed:
         ordered = how if "down_proj" in stem or not how.ordered else dataclasses.replace(how, ordered=False)
@@ -93,8 +93,7 @@ def gptq(how: Integers, less_one: bool = True, borrow: bool = False) -> Packer:
             "qweight": words(u, how.bits).T,
             "qzeros": words(stored.T, how.bits) - (0x11111111 if borrow else 0),
             "scales": s.T,
-            "g_idx": column.int(),
-        }
+        } | ({"g_idx": column.int()} if groups else {})
         return {f"{stem}.{part}": t.contiguous() for part, t in tensors.items()}, numbers
 
     return pack

@@ -76,12 +76,14 @@ def test_modelopts_own_file_is_read_and_what_is_of_caches_is_left_alone(seed, tm
     assert error(logits_of(from_pretrained(narrow, quant=QuantConfig("nvfp4")), seed), expected) <= 1e-5
 
 
-def test_layers_of_one_checkpoint_may_differ_and_zero_biases_mean_nothing(seed, tmp_path):
-    """As `dynamic` has it: attention in eight bits with other groups, experts in four."""
+@pytest.mark.parametrize("groups", [True, False], ids=["g_idx", "no-g_idx"])
+def test_layers_of_one_checkpoint_may_differ_and_zero_biases_mean_nothing(groups, seed, tmp_path):
+    """As `dynamic` of GPTQ and, without `g_idx`, `extra_config` of AutoRound have it: attention in eight bits with
+    other groups, experts in four."""
 
     def pack(stem: str, w: Tensor, generator: torch.Generator) -> Any:
         how = Integers(8, 64, zeros=True) if "self_attn" in stem else Integers(4, 32)
-        tensors, numbers = gptq(how)(stem, w, generator)
+        tensors, numbers = gptq(how, groups=groups)(stem, w, generator)
         return (tensors | {f"{stem}.bias": torch.zeros(len(w))} if ".experts." in stem else tensors), numbers
 
     narrow, wide = made(seed, tmp_path, FOUR, pack)

@@ -243,7 +243,8 @@ class Words(WithIntegers):
             return gptq_integers(words, zeros, scales, groups, bits=bits, group_size=size, **how)
 
     def _sizes(self, files: CheckpointFiles, name: str) -> tuple[int, int]:
-        """Bits and group size, which GPTQ's layers may have of their own (`dynamic`): told by the shapes."""
+        """Bits and group size, which layers may have of their own (GPTQ's `dynamic`, AutoRound's `extra_config`): told
+        by the shapes."""
         stored = files.stored
         if stored.words is None:
             raise ValueError(
@@ -253,9 +254,17 @@ class Words(WithIntegers):
         words, groups = self._shape(files, name, "qweight")[-2], self._shape(files, name, "scales")[-2]
         if stored.words == "awq":
             return 4, _group_size(words, groups, stored.group_size)
-        beside = part_of(name, "g_idx")
-        width = files.slice(beside).get_shape()[-1] if beside in files.names else words * 32 // stored.bits
-        return words * 32 // width, _group_size(width, groups, stored.group_size)
+        bits = self._bits(files, name)
+        return bits, _group_size(words * 32 // bits, groups, stored.group_size)
+
+    def _bits(self, files: CheckpointFiles, name: str) -> int:
+        """By what lies beside the words: the group of each row where files have it, else zero points, of which each
+        channel has one."""
+        beside, usual = part_of(name, "g_idx"), files.stored.bits
+        if beside in files.names:
+            return self._shape(files, name, "qweight")[-2] * 32 // files.slice(beside).get_shape()[-1]
+        zeros, channels = (self._shape(files, name, part)[-1] for part in self.needs)
+        return usual if -(-channels * usual // 32) == zeros else round(zeros * 32 / channels) or usual
 
 
 def _group_size(width: int, groups: int, usual: int) -> int:
