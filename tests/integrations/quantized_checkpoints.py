@@ -167,7 +167,7 @@ def mxfp4(stem: str, w: Tensor, generator: torch.Generator) -> Packed:
 def fp8(stem: str, w: Tensor, generator: torch.Generator) -> Packed:
     scale = (w.double().abs().amax(1, keepdim=True) / 448).float()
     values = (w.double() / scale).to(torch.float8_e4m3fn)
-    return {f"{stem}.weight": values, f"{stem}.weight_scale": scale}, values.double() * scale
+    return {f"{stem}.weight": values.contiguous(), f"{stem}.weight_scale": scale}, values.double() * scale
 
 
 def fp8_of_tensors(scale: float) -> Packer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from epmoe.integrations.transformers import from_pretrained, routed_experts, unparallelize  # noqa: E402
+from epmoe.integrations.transformers import files, from_pretrained, routed_experts, unparallelize  # noqa: E402
 from epmoe.integrations.transformers.files import CheckpointFiles  # noqa: E402
 from epmoe.integrations.transformers.packings import all_but  # noqa: E402
 from epmoe.quant.config import QuantConfig  # noqa: E402
 from epmoe.quant.stored import read_settings  # noqa: E402
+from tests.integrations.counted_files import Counted  # noqa: E402
 from tests.integrations.quantized_checkpoints import (  # noqa: E402
     SINGLE,
     Integers,
@@ -34,7 +36,7 @@ from tests.integrations.quantized_checkpoints import (  # noqa: E402
     together,
     write,
 )
-from tests.integrations.test_transformers_packings import AWQ, GPTQ, MODELOPT, NVFP4, error  # noqa: E402
+from tests.integrations.test_transformers_packings import AWQ, FP8, GPTQ, MODELOPT, NVFP4, error  # noqa: E402
 from tests.integrations.transformers_families import batch  # noqa: E402
 
 EXPERT, DENSE = "model.layers.1.mlp.experts.1.gate_proj", "model.layers.1.self_attn.q_proj"
@@ -99,6 +101,29 @@ def test_another_scheme_quantizes_the_numbers_again(scheme, bound, seed, tmp_pat
     assert {layer.weight_scheme for layer in routed_experts(model).values()} == {scheme}
     expected = logits_of(AutoModelForCausalLM.from_pretrained(wide), seed)
     assert 1e-4 < error(logits_of(model, seed), expected) <= bound
+
+
+def test_fp8_matrices_of_single_experts_are_kept_where_the_models_own_tensor_is_transposed(seed, tmp_path, capfd):
+    narrow, _, _, stored = write("Llama 4", FP8, fp8, tmp_path, seed)
+    model = from_pretrained(narrow, quant=QuantConfig.from_checkpoint(FP8))
+    assert "10 matrices of experts in FP8: kept as they are, fp8_row\n" in capfd.readouterr().err
+    for name, layer in routed_experts(model).items():
+        for expert in range(layer.config.num_experts):
+            for our, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+                for ours, theirs in ((our, "weight"), (f"{our}_scale_inv", "weight_scale")):
+                    found = layer.get_parameter(ours)[expert].view(torch.uint8).flatten()
+                    on_disk = [stored[f"{name}.{expert}.{part}.{theirs}"] for part in parts]
+                    assert torch.equal(found, torch.cat([t.view(torch.uint8) for t in on_disk]).flatten())
+
+
+def test_weights_that_another_scheme_holds_are_read_once(seed, tmp_path, monkeypatch):
+    narrow, _ = made(seed, tmp_path, FP8, fp8)
+    monkeypatch.setattr(files, "safe_open", Counted.open)
+    monkeypatch.setattr(Counted, "read", Counter(), raising=False)
+    from_pretrained(narrow, quant=QuantConfig("int4_g32"), progress=False)
+    stored = load_file(narrow / SINGLE)
+    read = {name: count for name, count in Counted.read.items() if name.endswith("_proj.weight")}
+    assert read and all(count == stored[name].nbytes for name, count in read.items())
 
 
 def test_scales_keep_their_dtype(seed, tmp_path):

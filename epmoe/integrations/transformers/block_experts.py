@@ -27,6 +27,9 @@ from epmoe.quant.formats import parts_of
 SCALE_KINDS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """What safetensors calls dtypes of scales, and what `QuantConfig.scale_dtype` does."""
 
+FP8_SCHEMES = ("fp8_row", "fp8_block", "fp8_block_ue8m0")
+"""Those that may hold a file's eight-bit floats as they are."""
+
 
 @dataclasses.dataclass(frozen=True)
 class BlockExperts:
@@ -106,10 +109,12 @@ class BlockExperts:
         held = self._held(our, expert)
         if all(isinstance(packing, Narrow) for _, packing, _ in held):
             return self._kept_narrow(our, expert, scheme, order, torch.device(device))
-        tensors, fp8 = self.preset.tensors, held[0][1]
-        if tensors.transposed or tensors.interleaved or not isinstance(fp8, Fp8):
+        tensors, (_, fp8, one) = self.preset.tensors, held[0]
+        if one is not None and (tensors.transposed or tensors.interleaved):
             return None
-        if any(packing is not fp8 for _, packing, _ in held):
+        if not isinstance(fp8, Fp8) or any(packing is not fp8 for _, packing, _ in held):
+            return None
+        if scheme not in FP8_SCHEMES or (scheme != "fp8_row" and self.files.stored.block != block):
             return None
         values = [self.files.raw(name, one) for name, _, one in held]
         scales = [fp8.scale(self.files, name, one).float() for name, _, one in held]
@@ -120,15 +125,13 @@ class BlockExperts:
             if any(tuple(s.shape) not in ((), (1,), (1, 1), v.shape[:1], (v.shape[0], 1)) for v, s in pairs):
                 return None
             scales = [s.reshape(-1).expand(v.shape[0]) for v, s in pairs]
-        elif scheme in ("fp8_block", "fp8_block_ue8m0"):
-            if self.files.stored.block != block or any(value.shape[0] % block[0] for value in values[:-1]):
+        else:
+            if any(value.shape[0] % block[0] for value in values[:-1]):
                 return None
             if any(tuple(s.shape) != (-(-v.shape[0] // block[0]), -(-v.shape[1] // block[1])) for v, s in pairs):
                 return None
             if scheme == "fp8_block_ue8m0" and any((s.frexp().mantissa != 0.5).any() for s in scales):
                 return None
-        else:
-            return None
         bits = torch.cat([value.view(torch.uint8) for value in values]).view(torch.float8_e4m3fn)
         return {our: bits, f"{our}_scale_inv": torch.cat(scales)}
 
