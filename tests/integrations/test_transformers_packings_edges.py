@@ -279,6 +279,13 @@ def test_what_cannot_be_read_or_kept_is_refused_by_name(case, seed, tmp_path):
         from_pretrained(narrow, quant=None if scheme is None else QuantConfig(scheme), progress=False)
 
 
+def test_a_fixed_scale_of_inputs_that_is_missing_beside_others_is_named(seed, tmp_path):
+    settings = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    narrow, _ = made(seed, tmp_path, settings, fp8_of_tensors(2**-7), without(f"{EXPERT}.input_scale"))
+    with pytest.raises(ValueError, match=f"'{EXPERT}.input_scale' is missing, and other experts have theirs: leave"):
+        from_pretrained(narrow, quant=QuantConfig.from_checkpoint(settings), progress=False)
+
+
 def test_scales_that_another_dtype_would_round_are_refused(seed, tmp_path):
     narrow, _ = made(seed, tmp_path, FOUR, PLAIN)
     message = r"gate_up_proj of expert 0 .* scales in torch.float16, which torch.bfloat16 does not hold: .*'float32'"

@@ -159,17 +159,27 @@ class BlockExperts:
 
     def input_scales(self, our: str, experts: Iterable[int]) -> Tensor | None:
         """The fixed scales of what `our` projection of `experts` multiplies, one for each, the larger of gate's and
-        up's; None where the checkpoint has none."""
-        found = []
+        up's; None where the checkpoint has none.
+
+        Raises:
+            ValueError: it has those of other experts alone.
+        """
+        found, missing = [], []
         for expert in experts:
             names = [part_of(part.format(expert), "input_scale") for part in self.sources[our]]
-            if not all(name in self.files.names for name in names):
-                return None
+            if absent := [name for name in names if name not in self.files.names]:
+                missing += absent
+                continue
             scales = [self.files.raw(name).float() for name in names]
             together = "{}" not in self.sources[our][0]
             each = [scale[expert] if together and scale.numel() > 1 else scale for scale in scales]
             found.append(torch.stack([scale.max() for scale in each]).max())
-        return torch.stack(found)
+        if found and missing:
+            raise ValueError(
+                f"{self.files.directory}: {missing[0]!r} is missing, and other experts have theirs: leave "
+                "QuantConfig.scales and down_scales 'dynamic' to scale each row by itself"
+            )
+        return torch.stack(found) if found else None
 
     def _held(self, our: str, expert: int) -> list[tuple[str, Packing, int | None]]:
         """The matrices of an expert that `our` tensor is made of: name, way, and which of a tensor over all it is."""
