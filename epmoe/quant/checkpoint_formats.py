@@ -6,7 +6,8 @@
     AWQ     qweight int32 [K, N/8], bits 4·i.. of word c: output column 8·c + (0 2 4 6 1 3 5 7)[i]
             qzeros int32 [S, N/8] likewise, as they are; scales [S, N]
     packed  weight_packed int32 [N, K·b/32], bits b·i.. of word c: input column c·32/b + i, unsigned; weight_scale
-            [N, S]; weight_zero_point int32 [N·b/32, S], packed along N, as they are, or none
+            [N, S]; weight_zero_point int32 [N·b/32, S], packed along N, as they are, or int8 [N, S] less 2^(b-1), as
+            compressed-tensors wrote them until 0.9.3, or none
     MXFP4   blocks uint8 [E, N, K/32, 16], the even column in the low half; scales uint8 [E, N, K/32]
     MXFP6   blocks uint8 [E, N, K/32, 24], six bits a column from the lowest on, four in three bytes; scales as MXFP4
     NVFP4   weight uint8 [N, K/2], the even column in the low half; weight_scale e4m3 [N, K/16]; weight_scale_2 a number
@@ -84,13 +85,8 @@ def gptq_integers(
     points = _unpack(qzeros, bits)[:, :n]
     if zeros_less_one and not zeros_borrow:
         points = (points + 1) & ((1 << bits) - 1)
-    group = _plain_groups(k, group_size, qweight.device)
-    if g_idx is not None:
-        _fits(g_idx, "g_idx", (k,))
-        group = g_idx.long()
-        if not bool(((group >= 0) & (group < groups)).all()):
-            found = f"{int(group.min())} to {int(group.max())}"
-            raise ValueError(f"g_idx names groups from {found}: must be from 0 to {groups - 1}, as scales has")
+    plain = _plain_groups(k, group_size, qweight.device)
+    group = plain if g_idx is None else _named_groups(g_idx, "g_idx", k, groups)
     return Integers(codes, points, scales, group, bits, group_size)
 
 
@@ -183,13 +179,15 @@ def packed_integers(
     codes = _unpack(weight_packed, bits)[:, :width].T
     if weight_zero_point is None:
         points = codes.new_full((groups, n), 1 << bits - 1)
+    elif weight_zero_point.dtype == torch.int8:
+        _fits(weight_zero_point, "weight_zero_point", (n, groups))
+        points = (weight_zero_point.T.short() + (1 << bits - 1)).to(torch.uint8)
     else:
         _words(weight_zero_point, "weight_zero_point", (-(-n // per_word), groups))
         points = _unpack(weight_zero_point.T, bits)[:, :n]
     group = _plain_groups(width, group_size, codes.device)
     if weight_g_idx is not None and not bool((weight_g_idx < 0).all()):
-        _fits(weight_g_idx, "weight_g_idx", (width,))
-        group = weight_g_idx.long()
+        group = _named_groups(weight_g_idx, "weight_g_idx", width, groups)
     return Integers(codes, points, weight_scale.T, group, bits, group_size)
 
 
@@ -344,6 +342,15 @@ def _groups(k: int, group_size: int) -> int:
 def _plain_groups(k: int, group_size: int, device: torch.device) -> Tensor:
     """int64 `[K]`, of groups that lie together."""
     return torch.arange(k, device=device) // (k if group_size == -1 else group_size)
+
+
+def _named_groups(g_idx: Tensor, name: str, k: int, groups: int) -> Tensor:
+    """int64 `[K]`, each row's group as a checkpoint names it."""
+    _fits(g_idx, name, (k,))
+    if not bool(((g_idx >= 0) & (g_idx < groups)).all()):
+        found = f"{int(g_idx.min())} to {int(g_idx.max())}"
+        raise ValueError(f"{name} names groups from {found}: must be from 0 to {groups - 1}, as scales has")
+    return g_idx.long()
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:

@@ -125,10 +125,9 @@ def test_compressed_tensors_packs_weights_along_k_and_zero_points_along_n(group,
     filled = torch.cat((u, torch.zeros(-k % 8, n, dtype=u.dtype)))  # whole words
     points = torch.cat((z, torch.zeros(len(z), -n % 8, dtype=z.dtype)), 1) if bits == 4 else z
     packed, scales, g_idx = along_rows(filled, bits).T[:, : -(-k * bits // 32)], s.T, torch.arange(k) // size
-    for order in (None, torch.full((k,), -1), g_idx):
-        q, moved = narrow_of(packed_integers(
-            packed, scales, along_rows(points.T, bits), order, width=k, bits=bits, group_size=group
-        ))  # fmt: skip
+    along_n, signed = along_rows(points.T, bits), (z.T.long() - (1 << bits - 1)).to(torch.int8)
+    for given, order in ((along_n, None), (along_n, torch.full((k,), -1)), (along_n, g_idx), (signed, None)):
+        q, moved = narrow_of(packed_integers(packed, scales, given, order, width=k, bits=bits, group_size=group))
         assert moved is None and torch.equal(dequantize_narrow(q, torch.float64)[0], meant(u, z, s, g_idx))
     q, _ = narrow_of(packed_integers(packed, scales, width=k, bits=bits, group_size=group))
     middle = torch.full_like(z, 1 << bits - 1)
@@ -207,6 +206,11 @@ def test_parts_that_do_not_fit_are_named(seed):
         (lambda: packed_integers(qweight, s, width=72), "weight_packed has shape"),
         (lambda: packed_integers(qweight, s, width=64), "weight_scale has shape"),
         (lambda: packed_integers(qweight, qweight[:, :1], qzeros.T, width=64), "weight_zero_point has shape"),
+        (lambda: packed_integers(qweight, qweight[:, :1], z.to(torch.int8), width=64), "weight_zero_point has shape"),
+        (
+            lambda: packed_integers(qweight, qweight[:, :1], None, torch.full((64,), 3), width=64),
+            "weight_g_idx names groups from 3 to 3",
+        ),
         (lambda: from_mxfp4_blocks(torch.zeros(2, 3, 4, 8, dtype=torch.uint8), s), "blocks is"),
         (lambda: from_mxfp4_blocks(torch.zeros(2, 3, 4, 16, dtype=torch.uint8), s), "scales is torch.float16"),
         (lambda: from_mxfp6_blocks(torch.zeros(2, 3, 4, 16, dtype=torch.uint8), s, "mxfp6_e2m3"), "blocks is"),
