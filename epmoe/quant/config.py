@@ -138,8 +138,8 @@ class QuantConfig:
             settings: DeepSeek's form, `quant_method="fp8"`, `weight_block_size=[128, 128]` or another `block`,
                 `scale_fmt="ue8m0"` where scales are powers of two; or without a block: weights with one scale for a
                 tensor or a channel (`weight_scale`), and rows likewise under `activation_scheme="static"`
-                (`input_scale`). Or those of GPTQ, AWQ, AutoRound, MXFP4, compressed-tensors or ModelOpt, as
-                `quant.stored.read_settings` reads them.
+                (`input_scale`). Or those of GPTQ, AWQ, AutoRound, MXFP4, compressed-tensors or ModelOpt
+                (or its `hf_quant_config.json`), as `quant.stored.read_settings` reads them.
             fields: other fields of the `QuantConfig`.
 
         Raises:

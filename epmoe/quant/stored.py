@@ -56,7 +56,7 @@ def read_settings(settings: Mapping[str, Any]) -> Stored:
 
     Args:
         settings: of `quant_method` fp8, mxfp4, gptq, awq, auto-round (in the packing of GPTQ or AWQ),
-            compressed-tensors or modelopt.
+            compressed-tensors or modelopt; or what ModelOpt's `hf_quant_config.json` holds.
 
     Raises:
         ValueError: another method, or a field of it that nothing here can read; names it, its value and what would do.
@@ -70,8 +70,8 @@ def read_settings(settings: Mapping[str, Any]) -> Stored:
 
 
 def method_of(settings: Mapping[str, Any]) -> str:
-    """`quant_method`, whether it is text or an enumeration."""
-    found = settings.get("quant_method")
+    """`quant_method`, whether it is text or an enumeration; ModelOpt's own file has none."""
+    found = settings.get("quant_method", "modelopt" if "quantization" in settings else None)
     return str(getattr(found, "value", found))
 
 

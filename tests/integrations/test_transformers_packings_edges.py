@@ -75,7 +75,9 @@ def test_modelopts_own_file_is_read_and_what_is_of_caches_is_left_alone(seed, tm
     with CheckpointFiles(narrow, read_settings(MODELOPT)) as files:
         assert not any("scale" in name for name in all_but(files, ()))
     assert error(logits_of(from_pretrained(narrow), seed), expected) <= 1e-5
-    assert error(logits_of(from_pretrained(narrow, quant=QuantConfig("nvfp4")), seed), expected) <= 1e-5
+    quant = QuantConfig.from_checkpoint(settings)
+    assert quant == QuantConfig("nvfp4")
+    assert error(logits_of(from_pretrained(narrow, quant=quant), seed), expected) <= 1e-5
 
 
 @pytest.mark.parametrize("groups", [True, False], ids=["g_idx", "no-g_idx"])

@@ -315,7 +315,7 @@ def _forget_quantization(config: Any, directory: Path) -> Stored:
                 found = found if found is not None else given
                 delattr(part, name)
     if found is None and (directory / MODELOPT).is_file():
-        found = {"quant_method": "modelopt", **json.loads((directory / MODELOPT).read_text()).get("quantization", {})}
+        found = json.loads((directory / MODELOPT).read_text())
     if found is None:
         return Stored()
     return read_settings(found if isinstance(found, dict) else found.to_dict())
