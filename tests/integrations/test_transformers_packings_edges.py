@@ -118,6 +118,22 @@ def test_fp8_matrices_of_single_experts_are_kept_where_the_models_own_tensor_is_
                     assert torch.equal(found, torch.cat([t.view(torch.uint8) for t in on_disk]).flatten())
 
 
+def test_layers_that_the_model_has_not_are_neither_read_nor_said(seed, tmp_path, monkeypatch, capfd):
+    """As DeepSeek-V3's last one, which predicts a further token."""
+
+    def with_another(tensors: dict[str, Tensor]) -> None:
+        tensors |= {n.replace("layers.1.", "layers.2."): t.clone() for n, t in tensors.items() if "layers.1." in n}
+
+    narrow, _ = made(seed, tmp_path, FOUR, gptq(Integers(4, 32)), with_another)
+    monkeypatch.setattr(files, "safe_open", Counted.open)
+    monkeypatch.setattr(Counted, "read", Counter(), raising=False)
+    model = from_pretrained(narrow)
+    names = [name for name in load_file(narrow / SINGLE) if name.endswith("qweight") and ".experts." not in name]
+    dense = sum("layers.2." not in name for name in names)
+    assert len(model.model.layers) == 2 and not any("layers.2." in name for name in Counted.read)
+    assert f"\n{dense} dense matrices in GPTQ, such as " in f"\n{capfd.readouterr().err}"
+
+
 def test_weights_that_another_scheme_holds_are_read_once(seed, tmp_path, monkeypatch):
     narrow, _ = made(seed, tmp_path, FP8, fp8)
     monkeypatch.setattr(files, "safe_open", Counted.open)

@@ -168,6 +168,7 @@ def _load_replicated(
     # Conversions of names are looked up by these.
     Loading.__name__, Loading.__qualname__, Loading.__module__ = cls.__name__, cls.__qualname__, cls.__module__
     tensors: dict[str, Any] = {}
+    read: set[str] = set()
     others = all_but(files, [start for block in experts for start in block.starts()])
     for name, packing in others.items():
         if packing is PLAIN:
@@ -175,16 +176,16 @@ def _load_replicated(
             if (kind := files.kind(name)).startswith("F8"):
                 raise ValueError(f"{files.names[name]}: {without_scales(name, kind)}")
         else:
-            tensors[name] = Dequantized(files, name, packing, dtype)
-    if dense := [name for name, packing in others.items() if packing is not PLAIN]:
-        kinds = " and ".join(dict.fromkeys(others[name].called(files, name) for name in dense))
-        _say(shown, f"{len(dense)} dense matrices in {kinds}, such as {dense[0]}: dequantized to {dtype}")
+            tensors[name] = Dequantized(files, name, packing, dtype, read)
     settings = files.directory / "generation_config.json"
     generation = GenerationConfig.from_pretrained(files.directory) if settings.is_file() else None
     with _transformers_bars(shown):
         model = Loading.from_pretrained(
             None, config=config, state_dict=tensors, dtype=dtype, generation_config=generation
         )
+    if dense := [name for name in others if name in read]:  # files hold more: layers that predict further tokens
+        kinds = " and ".join(dict.fromkeys(others[name].called(files, name) for name in dense))
+        _say(shown, f"{len(dense)} dense matrices in {kinds}, such as {dense[0]}: dequantized to {dtype}")
     model.__class__ = cls
     vars(model).pop("_weight_conversions", None)  # of what was loaded here only: saving needs the experts' too
     model.config.name_or_path = model.name_or_path = str(files.directory)

@@ -43,14 +43,17 @@ PLAIN = PACKINGS[-1]
 
 @dataclasses.dataclass(frozen=True)
 class Dequantized:
-    """A matrix that is read and dequantized when it is indexed, as a slice of safetensors is read."""
+    """A matrix that is read and dequantized when it is indexed, as a slice of safetensors is read; its name is in
+    `read` from then on."""
 
     files: CheckpointFiles
     name: str
     packing: Packing
     dtype: torch.dtype
+    read: set[str]
 
     def __getitem__(self, index: Any) -> Tensor:
+        self.read.add(self.name)
         return self.packing.wide(self.files, self.name, self.dtype)[index]
 
 
