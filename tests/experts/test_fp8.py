@@ -26,11 +26,11 @@ from epmoe.quant import (
 from epmoe.quant.weights import FP8_SCHEMES
 from epmoe.testing import poisoned_empty
 from tests import naive
-from tests.experts.quantized_cases import Case, H, I, K, draw, row_error
+from tests.experts.quantized_cases import Case, H, I, K, draw, row_error, same_numbers
 
-# Relative L2 of any one row. Tensor cores add fp8 products in about 14 bits, which moves some activations across a
-# boundary between two e4m3 numbers.
-SAME_NUMBERS = {"cpu": 8e-3, "cuda": 3e-2}
+# Relative L2 of any one row, and of one row of a case. Tensor cores add fp8 products in about 14 bits, which moves some
+# activations across a boundary between two e4m3 numbers, by 2^-3 of themselves; now and then one is most of its row.
+SAME_NUMBERS = {"cpu": (8e-3,), "cuda": (3e-2, 2**-3)}
 # e4m3 rounds a number by 2.6 % (rms). Six roundings meet in an output: of the row and w1 under each half of the gate,
 # of the activation, of w2. That is 6.4 %, and 6.9 % where the gate is steepest (silu multiplies a relative error by up
 # to 1.25). A row of thousands of columns is within 3 % of its mean (one sigma), the worst of seven within 9 %.
@@ -113,7 +113,7 @@ def test_standard_rows_match_float64_of_the_same_quantized_numbers(scheme, on_in
     with poisoned_empty():
         y = experts(c.rows, c.weights)
     assert y.dtype == torch.bfloat16
-    assert row_error(y, weighted(c, expected(c, quantized=True))) < SAME_NUMBERS[device]
+    assert same_numbers(y, weighted(c, expected(c, quantized=True)), *SAME_NUMBERS[device])
 
 
 @pytest.mark.parametrize("block", [(64, 64), (1, 128), (32, 32), (256, 256)], ids=str)
@@ -124,11 +124,11 @@ def test_blocks_of_any_size_match_float64_in_either_layout(scheme, block, device
     with poisoned_empty():
         y = experts(c.rows, c.weights)
         batched = experts(rows := c.batched(), c.weights)
-    assert row_error(y, weighted(c, want)) < SAME_NUMBERS[device]
+    assert same_numbers(y, weighted(c, want), *SAME_NUMBERS[device])
     assert rows.slot is not None
     taken = rows.slot >= 0
     got = batched.view(-1, H)[rows.slot[taken].long()].to(want.device)
-    assert row_error(got, want[taken.to(want.device)]) < SAME_NUMBERS[device]
+    assert same_numbers(got, want[taken.to(want.device)], *SAME_NUMBERS[device])
     reference = ReferenceExperts(dataclasses.replace(c.spec, dtype=torch.float64))
     wide = dataclasses.replace(c.rows, x=dequantize_rows(quantize_rows(c.rows.x, scheme), torch.float64))
     wide = dataclasses.replace(wide, topk_weights=wide.topk_weights.double())
