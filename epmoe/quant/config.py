@@ -139,18 +139,27 @@ class QuantConfig:
                 `scale_fmt="ue8m0"` where scales are powers of two; or without a block: weights with one scale for a
                 tensor or a channel (`weight_scale`), and rows likewise under `activation_scheme="static"`
                 (`input_scale`). Or those of GPTQ, AWQ, AutoRound, MXFP4, compressed-tensors or ModelOpt
-                (or its `hf_quant_config.json`), as `quant.stored.read_settings` reads them.
+                (or its `hf_quant_config.json`), as `quant.stored.read_settings` reads them. Where only a cache of keys
+                and values is quantized, nothing is here.
             fields: other fields of the `QuantConfig`.
 
         Raises:
-            ValueError: another method, number format, block, or kind of scales, or layers that are not all alike.
+            ValueError: another method, number format, block, kind of scales or of activations, or layers that are not
+                all alike.
         """
         stored = read_settings(settings)
+        if stored.method is None:
+            return cls(**fields)
         if stored.method != "fp8":
             if stored.scheme is None:
                 raise ValueError(
                     f"quantization_config of {stored.method} has layers of several kinds: name that of the experts, "
                     "such as QuantConfig('nvfp4')"
+                )
+            if stored.rows is not None:
+                raise ValueError(
+                    f"quantization_config.{stored.rows} in {stored.scheme!r}: leave quant out to have weights "
+                    f"dequantized, or pass QuantConfig({stored.scheme!r}) to have activations in that all the same"
                 )
             given: dict[str, Any] = {"scales": "static", "down_scales": "static"} if stored.static else {}
             given |= {} if stored.block is None else {"block": stored.block}

@@ -20,7 +20,8 @@ AUTO_ROUND = {
 }  # fmt: skip
 """`packing_format` of AutoRound whose tensors are AWQ's, or those of a `checkpoint_format` of GPTQ."""
 COMPRESSED_FORMATS = (
-    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "pack-quantized", "float-quantized", "naive-quantized",
+    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "pack-quantized", "float-quantized", "int-quantized",
+    "naive-quantized",
 )  # fmt: skip
 MODELOPT_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8", "MIXED_PRECISION")
 
@@ -34,6 +35,7 @@ class Stored:
     block: rows and columns of a tile with one FP8 scale; None: a scale is for the tensor or a channel.
     zero_points: integers have them.
     static: scales of activations are fixed, `input_scale`.
+    rows: what of the activations rows of `scheme` can't be, the field, its value and what it must be; None: nothing.
     words: what tensors called `qweight` are, "gptq" or "awq"; None: there should be none.
     bits, group_size: of integers; -1: a group is a whole row.
     zeros_less_one, zeros_borrow: zero points of GPTQ are stored less one, and how; as of `from_gptq`.
@@ -44,6 +46,7 @@ class Stored:
     block: tuple[int, int] | None = None
     zero_points: bool = False
     static: bool = False
+    rows: str | None = None
     words: str | None = None
     bits: int = 4
     group_size: int = 128
@@ -52,7 +55,8 @@ class Stored:
 
 
 def read_settings(settings: Mapping[str, Any]) -> Stored:
-    """How weights are stored under `quantization_config`.
+    """How weights are stored under `quantization_config`: as plain numbers where it is of a cache of keys and values
+    alone.
 
     Args:
         settings: of `quant_method` fp8, mxfp4, gptq, awq, auto-round (in the packing of GPTQ or AWQ),
@@ -66,7 +70,8 @@ def read_settings(settings: Mapping[str, Any]) -> Stored:
     method = method_of(settings)
     if method not in _READERS:
         raise _refused("quant_method", method, f"{', '.join(dict.fromkeys(_READERS))}, or none")
-    return dataclasses.replace(_READERS[method](settings), method=method)
+    found = _READERS[method](settings)
+    return Stored() if found is None else dataclasses.replace(found, method=method)
 
 
 def method_of(settings: Mapping[str, Any]) -> str:
@@ -128,6 +133,8 @@ def _awq(settings: Mapping[str, Any]) -> Stored:
 
 def _auto_round(settings: Mapping[str, Any]) -> Stored:
     packing = settings.get("packing_format")
+    if packing is None and "backend" in settings:
+        packing = _packing_of_backend(str(settings["backend"]))
     if packing not in AUTO_ROUND:
         raise _refused("packing_format", packing, ", ".join(AUTO_ROUND))
     if AUTO_ROUND[packing] == "awq":
@@ -135,19 +142,33 @@ def _auto_round(settings: Mapping[str, Any]) -> Stored:
     return _gptq({"checkpoint_format": AUTO_ROUND[packing], **_only(settings, "bits", "group_size", "sym")})
 
 
+def _packing_of_backend(backend: str) -> str:
+    """`packing_format` of old files of AutoRound, which name a kernel in its place, such as
+    `auto_round:gptq:exllamav2`."""
+    names = backend.split(":")
+    for own, usual in (("gptq", "auto_gptq"), ("awq", "auto_awq")):
+        if own in names or usual in names:
+            return f"auto_round:{usual}"
+    if backend in ("auto_round", "auto_round:exllamav2", "auto_round:tritonv2"):
+        return "auto_round"
+    raise _refused("backend", backend, "left out, and packing_format given: it says how weights are packed")
+
+
 def _only(settings: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: settings[name] for name in names if name in settings}
 
 
-def _compressed(settings: Mapping[str, Any]) -> Stored:
+def _compressed(settings: Mapping[str, Any]) -> Stored | None:
     for field in ("transform_config", "sparsity_config"):
         given = settings.get(field)
         if given and given.get("format", "other") != "dense":
             raise _refused(field, given, "left out: weights are not what a layer multiplies by then")
     groups = settings.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
+    if not isinstance(groups, Mapping) or (not groups and not settings.get("kv_cache_scheme")):
         raise _refused("config_groups", groups, "groups of layers with their weights' settings")
-    found = [_group(settings, name, group) for name, group in groups.items()]
+    found = [_group(settings, name, group) for name, group in groups.items() if group.get("weights") is not None]
+    if not found:
+        return None
     blocks = {each.block for each in found if each.block is not None}
     if len(blocks) > 1:
         raise _refused("config_groups", sorted(blocks), "tiles of one size in all groups")
@@ -157,21 +178,29 @@ def _compressed(settings: Mapping[str, Any]) -> Stored:
 
 def _group(settings: Mapping[str, Any], name: str, group: Mapping[str, Any]) -> Stored:
     form, where = group.get("format") or settings.get("format"), f"config_groups.{name}."
-    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
-    strategy = weights.get("strategy")
+    weights, inputs = group["weights"], group.get("input_activations") or {}
     if form not in COMPRESSED_FORMATS:
         raise _refused("format", form, ", ".join(COMPRESSED_FORMATS))
     if form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
         return Stored(scheme=form.partition("-")[0])
+    strategy = _strategy(weights)
     if form == "pack-quantized":
         if strategy not in ("group", "channel"):
             raise _refused(f"{where}weights.strategy", strategy, "group or channel")
         size = -1 if strategy == "channel" else weights.get("group_size")
         return _integers(weights.get("num_bits"), size, weights.get("symmetric") is False, f"{where}weights.")
-    if (weights.get("type"), weights.get("num_bits")) != ("float", 8):
-        kind = f"{weights.get('type')} of {weights.get('num_bits')} bits"
-        raise _refused(f"{where}weights", kind, f"float of 8 bits in format {form!r}")
-    static = inputs.get("dynamic") is False
+    kind = (weights.get("type"), weights.get("num_bits"))
+    able = {"float-quantized": ("float",), "int-quantized": ("int",)}.get(form, ("float", "int"))
+    if kind not in [(each, 8) for each in able]:
+        right = f"{' or '.join(able)} of 8 bits in format {form!r}"
+        raise _refused(f"{where}weights", f"{kind[0]} of {kind[1]} bits", right)
+    static = bool(inputs) and not inputs.get("dynamic")
+    if kind[0] == "int":
+        if strategy not in ("tensor", "channel"):
+            raise _refused(f"{where}weights.strategy", strategy, f"tensor or channel in format {form!r}")
+        if weights.get("symmetric") is False:
+            raise _refused(f"{where}weights.symmetric", False, f"True in format {form!r}")
+        return Stored(scheme="int8_row", static=static, rows=_unlike_rows(inputs, f"{where}input_activations."))
     if strategy != "block":
         return Stored(scheme="fp8_row", static=static)
     block = weights.get("block_structure")
@@ -180,8 +209,33 @@ def _group(settings: Mapping[str, Any], name: str, group: Mapping[str, Any]) -> 
     return Stored(scheme="fp8_block", block=(int(block[0]), int(block[1])))
 
 
-def _modelopt(settings: Mapping[str, Any]) -> Stored:
-    given = settings.get("quant_algo", (settings.get("quantization") or {}).get("quant_algo"))
+def _strategy(arguments: Mapping[str, Any]) -> str:
+    """What shares a scale, which compressed-tensors tells by `group_size` where `strategy` is left out."""
+    size = arguments.get("group_size")
+    usual = "tensor" if size is None else "channel" if size == -1 else "group"
+    return str(arguments.get("strategy") or usual)
+
+
+def _unlike_rows(inputs: Mapping[str, Any], where: str) -> str | None:
+    """As of `Stored.rows`, of rows of int8 with one scale and no zero point; no `inputs`: they are not quantized."""
+    if not inputs:
+        return None
+    for field, found, right in (
+        ("type", inputs.get("type", "int"), ("int",)),
+        ("num_bits", inputs.get("num_bits", 8), (8,)),
+        ("symmetric", inputs.get("symmetric", True), (True,)),
+        ("strategy", _strategy(inputs), ("token", "tensor")),
+    ):
+        if found not in right:
+            return f"{where}{field}={found!r}: must be {' or '.join(str(each) for each in right)}"
+    return None
+
+
+def _modelopt(settings: Mapping[str, Any]) -> Stored | None:
+    fields = settings if "quant_algo" in settings else settings.get("quantization") or {}
+    given = fields.get("quant_algo")
+    if given is None and "quant_algo" in fields:
+        return None
     if given not in MODELOPT_ALGORITHMS:
         raise _refused("quant_algo", given, ", ".join(MODELOPT_ALGORITHMS))
     if given == "MIXED_PRECISION":
@@ -189,7 +243,7 @@ def _modelopt(settings: Mapping[str, Any]) -> Stored:
     return Stored(scheme="fp8_row", static=True) if given == "FP8" else Stored(scheme="nvfp4")
 
 
-_READERS: Mapping[str, Callable[[Mapping[str, Any]], Stored]] = {
+_READERS: Mapping[str, Callable[[Mapping[str, Any]], Stored | None]] = {
     "fp8": _fp8,
     "mxfp4": _mxfp4,
     "gptq": _gptq,
@@ -199,4 +253,5 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Stored]] = {
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
     "modelopt_mixed": _modelopt,
+    "intel/auto-round": _auto_round,
 }

@@ -170,6 +170,22 @@ def fp8(stem: str, w: Tensor, generator: torch.Generator) -> Packed:
     return {f"{stem}.weight": values.contiguous(), f"{stem}.weight_scale": scale}, values.double() * scale
 
 
+def int8(whole: bool = False, fixed: tuple[float, float] | None = None) -> Packer:
+    """A scale for each channel, or `whole`: for the tensor. `fixed`: scales of the inputs of a down projection and of
+    all others."""
+
+    def pack(stem: str, w: Tensor, generator: torch.Generator) -> Packed:
+        most = w.double().abs().amax().reshape(1, 1) if whole else w.double().abs().amax(1, keepdim=True)
+        scale = (most / 127).float()
+        values = (w.double() / scale).round().clamp(-128, 127).to(torch.int8)
+        values[0, 0] = -128
+        tensors = {"weight": values.contiguous(), "weight_scale": scale.reshape(1) if whole else scale}
+        tensors |= {} if fixed is None else {"input_scale": torch.tensor([fixed["down_proj" not in stem]])}
+        return {f"{stem}.{part}": t for part, t in tensors.items()}, values.double() * scale
+
+    return pack
+
+
 def fp8_of_tensors(scale: float) -> Packer:
     def pack(stem: str, w: Tensor, generator: torch.Generator) -> Packed:
         values = (w.double() / scale).to(torch.float8_e4m3fn)
@@ -200,8 +216,8 @@ def together(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def compressed(form: str, **weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+def compressed(form: str, inputs: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
 
 

@@ -35,7 +35,7 @@ from epmoe.integrations.transformers import (  # noqa: E402
     routed_experts,
     unparallelize,
 )
-from epmoe.integrations.transformers.dequantize import dequantize_fp8, dequantize_mxfp4  # noqa: E402
+from epmoe.integrations.transformers.dequantize import dequantize_mxfp4, dequantize_scaled  # noqa: E402
 from epmoe.ops.narrow_formats import pack_nibbles  # noqa: E402
 from epmoe.quant.config import QuantConfig  # noqa: E402
 from epmoe.testing import run_ranks  # noqa: E402
@@ -412,7 +412,7 @@ def test_what_cannot_be_loaded_is_refused_by_name(seed, tmp_path):
         from_pretrained(changed(**{"model.layers.1.mlp.experts.3.up_proj.weight": torch.zeros(13, 16)}))
     with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp\.experts\.5\.down_proj\.weight' is missing"):
         from_pretrained(changed(**{"model.layers.1.mlp.experts.5.down_proj.weight": None}))
-    for kind, said in ((torch.int8, "with scales is torch.int8: must be a float8"), (torch.float8_e4m3fn, "floating")):
+    for kind, said in ((torch.int32, "scales is torch.int32: must be a float8 or"), (torch.float8_e4m3fn, "floating")):
         name = "model.layers.1.mlp.experts.5.down_proj.weight"
         scale = torch.ones((), dtype=torch.uint8 if kind == torch.float8_e4m3fn else torch.float32)
         with pytest.raises(ValueError, match=said):
@@ -436,9 +436,9 @@ def test_dequantizing_refuses_what_does_not_fit():
     weight = torch.zeros(12, 16).to(torch.float8_e4m3fn)
     for scale, block in ((torch.ones(2), None), (torch.ones(1, 12), (8, 8)), (torch.ones(12, 1, 1), None)):
         with pytest.raises(ValueError, match=r"one number, \[12\], \[12, 1\] or \[1, 16\] for a weight \(12, 16\)"):
-            dequantize_fp8(weight, scale, torch.float32, block)
+            dequantize_scaled(weight, scale, torch.float32, block)
     with pytest.raises(ValueError, match=r"scales have shape \(2, 3\): must be \(2, 2\)"):
-        dequantize_fp8(weight, torch.ones(2, 3), torch.float32, (8, 8))
-    assert torch.equal(dequantize_fp8(weight, torch.ones(()), torch.float32, None), torch.zeros(12, 16))
+        dequantize_scaled(weight, torch.ones(2, 3), torch.float32, (8, 8))
+    assert torch.equal(dequantize_scaled(weight, torch.ones(()), torch.float32, None), torch.zeros(12, 16))
     with pytest.raises(ValueError, match=r"must be uint8 \[N, G, 16\]"):
         dequantize_mxfp4(torch.zeros(4, 2, 8, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8), torch.float32)

@@ -16,19 +16,17 @@ from torch import Tensor
 
 from epmoe.integrations.transformers.files import CheckpointFiles
 from epmoe.integrations.transformers.layouts import to_ours
-from epmoe.integrations.transformers.packing import Fp8, Narrow, Packing, part_of
+from epmoe.integrations.transformers.packing import Narrow, Packing, Scaled, part_of
 from epmoe.integrations.transformers.packing_narrow import WithIntegers
 from epmoe.integrations.transformers.packings import PLAIN, packing_of
 from epmoe.integrations.transformers.presets import Preset
+from epmoe.ops.quantize import row_format
 from epmoe.ops.quantize_blocks import BLOCK
 from epmoe.quant.checkpoint_formats import concat_channels, take_channels
 from epmoe.quant.formats import parts_of
 
 SCALE_KINDS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """What safetensors calls dtypes of scales, and what `QuantConfig.scale_dtype` does."""
-
-FP8_SCHEMES = ("fp8_row", "fp8_block", "fp8_block_ue8m0")
-"""Those that may hold a file's eight-bit floats as they are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +75,7 @@ class BlockExperts:
         tensors = self.preset.tensors
         rows = []
         for name, packing, one in self._held(our, expert):
-            if isinstance(packing, Fp8) and tensors.transposed and one is not None:
+            if isinstance(packing, Scaled) and tensors.transposed and one is not None:
                 self._refuse_flat_scales(name, packing, expert)
             row = packing.wide(self.files, name, dtype, one)
             lies = dataclasses.replace(tensors, transposed=False) if packing.oriented else tensors
@@ -97,7 +95,7 @@ class BlockExperts:
         """One expert's values and scales with the bits that they have on disk, by our names, for a layer that holds
         `scheme`; None where they mean something else there.
 
-        FP8 tiles of `block` that end where gate and up do; FP8 channels; narrow weights.
+        FP8 tiles of `block` that end where gate and up do; FP8 and INT8 channels; narrow weights.
 
         Args:
             order: as of `row`.
@@ -109,19 +107,22 @@ class BlockExperts:
         held = self._held(our, expert)
         if all(isinstance(packing, Narrow) for _, packing, _ in held):
             return self._kept_narrow(our, expert, scheme, order, torch.device(device))
-        tensors, (_, fp8, one) = self.preset.tensors, held[0]
+        tensors, (_, eight, one) = self.preset.tensors, held[0]
         if one is not None and (tensors.transposed or tensors.interleaved):
             return None
-        if not isinstance(fp8, Fp8) or any(packing is not fp8 for _, packing, _ in held):
+        if not isinstance(eight, Scaled) or any(packing is not eight for _, packing, _ in held):
             return None
-        if scheme not in FP8_SCHEMES or (scheme != "fp8_row" and self.files.stored.block != block):
+        if scheme is None or scheme not in eight.schemes:
             return None
-        values = [self.files.raw(name, one) for name, _, one in held]
-        scales = [fp8.scale(self.files, name, one).float() for name, _, one in held]
-        if any(value.dtype != torch.float8_e4m3fn for value in values):
+        form = row_format(scheme)
+        if form.group and self.files.stored.block != block:
+            return None
+        values = [eight.read(self.files, name, one) for name, _, one in held]
+        scales = [eight.scale(self.files, name, one).float() for name, _, one in held]
+        if any(value.dtype != form.dtype for value in values):
             return None
         pairs = list(zip(values, scales, strict=True))
-        if scheme == "fp8_row":
+        if not form.group:
             if any(tuple(s.shape) not in ((), (1,), (1, 1), v.shape[:1], (v.shape[0], 1)) for v, s in pairs):
                 return None
             scales = [s.reshape(-1).expand(v.shape[0]) for v, s in pairs]
@@ -132,7 +133,7 @@ class BlockExperts:
                 return None
             if scheme == "fp8_block_ue8m0" and any((s.frexp().mantissa != 0.5).any() for s in scales):
                 return None
-        bits = torch.cat([value.view(torch.uint8) for value in values]).view(torch.float8_e4m3fn)
+        bits = torch.cat([value.view(torch.uint8) for value in values]).view(form.dtype)
         return {our: bits, f"{our}_scale_inv": torch.cat(scales)}
 
     def order(self, expert: int, scheme: str | None) -> Tensor | None:
@@ -222,7 +223,7 @@ class BlockExperts:
                 "have no biases"
             )
 
-    def _refuse_flat_scales(self, name: str, packing: Fp8, expert: int) -> None:
+    def _refuse_flat_scales(self, name: str, packing: Scaled, expert: int) -> None:
         if (shape := tuple(packing.scale(self.files, name, expert).shape)) not in ((), (1,)) and len(shape) == 1:
             raise ValueError(
                 f"{self.files.names[name]}: {name!r} is transposed, and its scales of an expert are {shape}: must say "

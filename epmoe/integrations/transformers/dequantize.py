@@ -1,5 +1,5 @@
-"""Quantized checkpoint tensors as numbers: FP8 with a scale per tile, channel or tensor, MXFP4 with one per 32 values,
-NVFP4 with one per 16 and one for all, integers of four and eight bits with scales and zero points of groups.
+"""Quantized checkpoint tensors as numbers: FP8 and INT8 with a scale per tile, channel or tensor, MXFP4 with one per 32
+values, NVFP4 with one per 16 and one for all, integers of four and eight bits with scales and zero points of groups.
 
 Host tensors of one expert or one linear layer at a time; a strip of rows is widened at once, never the whole.
 
@@ -18,11 +18,11 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _STRIP = 128  # rows widened at once
 
 
-def dequantize_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype, block: tuple[int, int] | None) -> Tensor:
+def dequantize_scaled(weight: Tensor, scale: Tensor, dtype: torch.dtype, block: tuple[int, int] | None) -> Tensor:
     """weight · scale, `[N, C]` in `dtype`, multiplied in fp32.
 
     Args:
-        weight: `[N, C]`, float8.
+        weight: `[N, C]`, float8 or int8.
         scale: of each tile of `block`: `[⌈N / rows⌉, ⌈C / columns⌉]`; or one number for the whole tensor, `[N]` or
             `[N, 1]` for each row, `[1, C]` for each column.
         block: (rows, columns) of a tile, such as (128, 128); None: there are no tiles.

@@ -57,15 +57,15 @@ def from_pretrained(
     """The model in directory `path`, parallelized over `ep` as `parallelize` does it, in eval mode. Collective.
 
     Each rank holds the replicated part and its own experts, and of the experts' bytes reads only those. The files may
-    hold one matrix per expert or tensors over all of them. Quantized weights (FP8, MXFP4, NVFP4, GPTQ, AWQ, those of
-    compressed-tensors and ModelOpt: `packings.py` has their names) are dequantized to `dtype` while they are read, one
-    matrix at a time: the model then computes, trains and is saved in `dtype`, and takes that much memory.
+    hold one matrix per expert or tensors over all of them. Quantized weights (FP8, INT8, MXFP4, NVFP4, GPTQ, AWQ, those
+    of compressed-tensors and ModelOpt: `packings.py` has their names) are dequantized to `dtype` while they are read,
+    one matrix at a time: the model then computes, trains and is saved in `dtype`, and takes that much memory.
     With `quant=QuantConfig(...)` experts are quantized as they arrive. Those that are so already stay the very numbers
     that they are: FP8 tiles under `QuantConfig("fp8_block", block=...)` of the same tiles, where these end where gate
-    and up projection do, FP8 channels under `"fp8_row"`, with the file's `input_scale` where scales are static, and
-    narrow ones under their scheme, `"int4_g128"`, `"mxfp4"`, `"nvfp4"`, .. `QuantConfig.from_checkpoint` reads which
-    that is from `config.json`. Dense layers are dequantized all the same. The model's config no longer says that
-    anything is quantized.
+    and up projection do, FP8 and INT8 channels under `"fp8_row"` and `"int8_row"`, with the file's `input_scale` where
+    scales are static, and narrow ones under their scheme, `"int4_g128"`, `"mxfp4"`, `"nvfp4"`, ..
+    `QuantConfig.from_checkpoint` reads which that is from `config.json`. Dense layers are dequantized all the same. The
+    model's config no longer says that anything is quantized.
 
     Args:
         path: a local directory of safetensors (`huggingface_hub.snapshot_download(name)` fetches one).
@@ -173,7 +173,7 @@ def _load_replicated(
     for name, packing in others.items():
         if packing is PLAIN:
             tensors[name] = files.slice(name)
-            if (kind := files.kind(name)).startswith("F8"):
+            if (kind := files.kind(name)).startswith("F8") or kind == "I8":
                 raise ValueError(f"{files.names[name]}: {without_scales(name, kind)}")
         else:
             tensors[name] = Dequantized(files, name, packing, dtype, read)

@@ -1,4 +1,5 @@
-"""One way in which checkpoint files hold a matrix: plain numbers, eight-bit floats, what narrow weights have in common.
+"""One way in which checkpoint files hold a matrix: plain numbers, eight bits with scales, what narrow weights have in
+common.
 
 Each way reads a matrix, or one expert's of a tensor over all experts, as numbers of a dtype (`wide`); those that are
 narrow weights give them without rounding too (`narrow`). Which ways there are: `packings.py`.
@@ -14,14 +15,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from epmoe.integrations.transformers.dequantize import dequantize_fp8
+from epmoe.integrations.transformers.dequantize import dequantize_scaled
 from epmoe.integrations.transformers.files import CheckpointFiles
 from epmoe.quant.checkpoint_formats import Imported
+from epmoe.quant.weights import FP8_SCHEMES
 
 OF_ACTIVATIONS = ("input_scale", "input_global_scale", "input_zero_point", "output_scale")
 """What may lie beside a quantized `weight` and says nothing of it."""
 SCALES = ("_scale_inv", "_scale", "_weight_scale")
-"""What is added to the name of eight-bit floats for that of their scales."""
+"""What is added to the name of eight-bit values for that of their scales."""
 
 
 class Packing:
@@ -70,10 +72,15 @@ class Packing:
         return found.to(dtype)
 
 
-class Fp8(Packing):
-    """Eight-bit floats, with a scale for each tile, channel or tensor."""
+class Scaled(Packing):
+    """Eight-bit values, with a scale for each tile, channel or tensor.
 
-    label, may = "FP8", (*SCALES, *OF_ACTIVATIONS)
+    Attributes:
+        schemes: those that may hold such values as they are.
+    """
+
+    may: tuple[str, ...] = (*SCALES, *OF_ACTIVATIONS)
+    schemes: tuple[str, ...] = ()
 
     def there(self, files: CheckpointFiles, name: str) -> bool:
         return name in files.names and self.scale_name(files, name) is not None
@@ -93,11 +100,49 @@ class Fp8(Packing):
         return found
 
     def wide(self, files: CheckpointFiles, name: str, dtype: torch.dtype, expert: int | None = None) -> Tensor:
-        weight = files.raw(name, expert)
-        if not weight.is_floating_point():
-            raise ValueError(f"{files.names[name]}: {name!r} with scales is {weight.dtype}: must be a float8")
+        weight = self.read(files, name, expert)
         with told(files, name, name):
-            return dequantize_fp8(weight, self.scale(files, name, expert), dtype, files.stored.block)
+            return dequantize_scaled(weight, self.scale(files, name, expert), dtype, files.stored.block)
+
+    def read(self, files: CheckpointFiles, name: str, expert: int | None = None) -> Tensor:
+        """The values of a tensor, or of one expert's part of it, without their scales.
+
+        Raises:
+            ValueError: they mean something else.
+        """
+        return files.raw(name, expert)
+
+
+class Fp8(Scaled):
+    """Eight-bit floats."""
+
+    label, schemes = "FP8", FP8_SCHEMES
+
+    def read(self, files: CheckpointFiles, name: str, expert: int | None = None) -> Tensor:
+        weight = super().read(files, name, expert)
+        if not weight.is_floating_point():
+            raise ValueError(
+                f"{files.names[name]}: {name!r} with scales is {weight.dtype}: must be a float8 or torch.int8"
+            )
+        return weight
+
+
+class Int8(Scaled):
+    """Integers of eight bits, one in a byte."""
+
+    label, schemes, may = "INT8", ("int8_row",), (*Scaled.may, "_zero_point")
+
+    def there(self, files: CheckpointFiles, name: str) -> bool:
+        return super().there(files, name) and files.kind(name) == "I8"
+
+    def read(self, files: CheckpointFiles, name: str, expert: int | None = None) -> Tensor:
+        zeros = f"{name}_zero_point"
+        if zeros in files.names and bool(files.raw(zeros).any()):
+            raise ValueError(
+                f"{files.names[zeros]}: {zeros!r} is not all zeros: INT8 weights with zero points "
+                "are not supported, must be symmetric"
+            )
+        return super().read(files, name, expert)
 
 
 class Narrow(Packing):

@@ -2,7 +2,7 @@
 
     way                values                   beside them
     plain              name
-    FP8                name (F8_E4M3)           name_scale_inv, name_scale or name_weight_scale
+    FP8, INT8          name (F8_E4M3, I8)       name_scale_inv, name_scale or name_weight_scale
     NVFP4, ModelOpt    name (U8)                name_scale, name_scale_2; name_weight_scale, name_weight_scale_2
     MXFP4              name_blocks              name_scales
     NVFP4, MXFP4       name_packed (U8)         name_scale, of NVFP4 name_global_scale                compressed-tensors
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from epmoe.integrations.transformers.files import CheckpointFiles
-from epmoe.integrations.transformers.packing import Fp8, Packing
+from epmoe.integrations.transformers.packing import Fp8, Int8, Packing
 from epmoe.integrations.transformers.packing_narrow import (
     ModelOptNvfp4,
     ModelOptTogether,
@@ -35,7 +35,8 @@ from epmoe.integrations.transformers.packing_narrow import (
 OF_CACHES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".k_zero_point", ".v_zero_point")
 """How names end that are of a cache of keys and values in fewer bits."""
 PACKINGS = (
-    Words(), PackedIntegers(), PackedFp4(), Mxfp4Blocks(), ModelOptNvfp4(), ModelOptTogether(), Fp8(), Packing(),
+    Words(), PackedIntegers(), PackedFp4(), Mxfp4Blocks(), ModelOptNvfp4(), ModelOptTogether(), Int8(), Fp8(),
+    Packing(),
 )  # fmt: skip
 """Every way; of those whose tensors are there the first is meant."""
 PLAIN = PACKINGS[-1]
