@@ -43,7 +43,6 @@ from epmoe.ops._triton import INTERPRET, cdiv, next_power_of_2
 LATENCY_TOKENS = 1024  # capacities up to this one get the latency profile
 REGISTERS = 65536  # of an SM
 THREADS = 2048  # of an SM
-FEW_PROGRAMS = 1024  # that leave each other registers to spare
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,10 +174,8 @@ def give_back_config(
     dear = 1.5
     if num_ranks > 2:  # a token's sum has a row of each rank reached, what is sent is one row all the same
         dear *= (1 + (num_ranks - 1) * reached(num_ranks, top_k)) / 2
-    # few programs have registers to ask for all rows of a sum at once
-    registers = 80 if terms and to_send + to_take <= FEW_PROGRAMS else 64
-    shares = _shares(device, to_send, to_take, warps, registers, sms, dear, groups)
-    return SymmetricConfig(*shares, block, take, run, taken_run, warps, registers)
+    shares = _shares(device, to_send, to_take, warps, 64, sms, dear, groups)
+    return SymmetricConfig(*shares, block, take, run, taken_run, warps, 64)
 
 
 def launch_options(device: torch.device, config: SymmetricConfig, groups: int) -> dict[str, Any]:

@@ -32,7 +32,6 @@ from epmoe.ops.symmetric_words import (
     peek,
     rank_bits,
     ranks_of,
-    slots_of,
     take_words,
     turn_of,
     unpack_words,
@@ -98,7 +97,7 @@ def _sum_in_turn(
                     )  # fmt: skip
             else:
                 ptrs = own + base + row * SLOT + cols
-                w = take_words(seen, ptrs, cols < WORDS, cols < WORDS, limit_us, fault, dead, code, r)
+                w = take_words(seen, ptrs, cols < WORDS, limit_us, fault, dead, code, r)
                 a, b = unpack_words(w, KIND)
             low += a
             high += b
@@ -109,55 +108,51 @@ def _sum_in_turn(
                     else:
                         beside = own + base + row * SLOT + WORDS + j
                         g = peek(beside, j < WEIGHTS)
-                        g = take_words(g, beside, j < WEIGHTS, j < WEIGHTS, limit_us, fault, dead, code, r)
+                        g = take_words(g, beside, j < WEIGHTS, limit_us, fault, dead, code, r)
                     gradient += g.to(tl.float32, bitcast=True)
         seen = next_seen
     return low, high, gradient
 
 
-@jit(do_not_specialize=["num_tokens", "capacity", "num_experts", "num_rows", "senders", "takers", "limit_us", "code",
-                        "rows_stride", "came_stride"])  # fmt: skip
+@jit(do_not_specialize=["num_tokens", "capacity", "num_experts", "num_rows", "senders", "takers", "run", "taken_run",
+                        "limit_us", "code", "rows_stride", "came_stride"])  # fmt: skip
 def _give_back_kernel(
     rows, slot, slot_weights, gradients, came, ids, owner, out, out_gradients,
     peers, clock, fault, dead,
-    num_tokens, capacity, num_experts, num_rows, senders, takers, limit_us, code, rows_stride, came_stride,
-    control_words, half_words,
+    num_tokens, capacity, num_experts, num_rows, senders, takers, run, taken_run, limit_us, code, rows_stride,
+    came_stride, control_words, half_words,
     RANK: tl.constexpr, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, WORDS: tl.constexpr, WEIGHTS: tl.constexpr,
     SLOT: tl.constexpr, KIND: tl.constexpr, TERMS: tl.constexpr, WEIGHTED: tl.constexpr, STRIDE_UNIT: tl.constexpr,
-    EXPERTS_PER_RANK: tl.constexpr, BLOCK: tl.constexpr, TAKE: tl.constexpr, RUN: tl.constexpr,
-    TAKEN_RUN: tl.constexpr, WEIGHT_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr, NEXT_EARLY: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    EXPERTS_PER_RANK: tl.constexpr, BLOCK: tl.constexpr, TAKE: tl.constexpr, WEIGHT_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr, NEXT_EARLY: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(DEPENDENT)
     let_next_start(NEXT_EARLY)
     pid = tl.program_id(0)
     epoch = tl.load(clock + pid)
+    turn, stamp = turn_of(epoch, code)
     own = peers[RANK]
+    base = control_words + turn.to(tl.int64) * half_words
     OTHERS: tl.constexpr = R - 1 if R > 1 else 1
     PARTS: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK
     MANY: tl.constexpr = R > 2 and R < 32
-    RUNS: tl.constexpr = (PARTS + RUN - 1) // RUN
     TAKEN_PARTS: tl.constexpr = (WORDS + TAKE - 1) // TAKE
-    TAKEN_RUNS: tl.constexpr = (TAKEN_PARTS + TAKEN_RUN - 1) // TAKEN_RUN
     k = tl.arange(0, KP)
     j = tl.arange(0, WEIGHT_BLOCK)
     if pid == 0:
-        turn, stamp = turn_of(epoch, code)
         announce(peers, stamp, turn, 0, RANK, R)
         await_peers(own, stamp, turn, limit_us, fault, dead, code, RANK, R)
     elif pid <= senders:
-        for v in range(pid - 1, capacity * RUNS * (R - 1), senders):
+        runs = (PARTS + run - 1) // run
+        for v in range(pid - 1, capacity * runs * (R - 1), senders):
             source = (RANK + 1 + v % OTHERS) % R
-            token = v // OTHERS // RUNS
-            first = v // OTHERS % RUNS * RUN
+            token = v // OTHERS // runs
+            first = v // OTHERS % runs * run
             row = (source * capacity + token).to(tl.int64)
-            marks = tl.load(came + row * came_stride + k, mask=k < K, other=-1)
-            # the epoch is read again, beside the marks: else all that follows waits for it
-            base = slots_of(tl.load(clock + pid), code, control_words, half_words)
             to = base + (RANK * capacity + token).to(tl.int64) * SLOT
+            marks = tl.load(came + row * came_stride + k, mask=k < K, other=-1)
             # a token's parts follow each other in one program, which then finds slots and weights in its L1
-            for n in range(RUN if PARTS % RUN == 0 else tl.minimum(RUN, PARTS - first)):
-                part = first + n
+            for part in range(first, tl.minimum(first + run, PARTS)):
                 cols = part * BLOCK + tl.arange(0, BLOCK)
                 if TERMS > 0:  # slots are -1 where nothing came: nothing waits for the marks
                     low, high = _weighted_sum(
@@ -177,15 +172,14 @@ def _give_back_kernel(
                                     g = tl.load(gradients + row * WEIGHTS + j, mask=j < WEIGHTS, other=0)
                                     tl.store(peers[r] + to + WORDS + j, never_empty(g), mask=j < WEIGHTS)
     else:
-        for v in range(pid - 1 - senders, num_tokens * TAKEN_RUNS, takers):
-            token = v // TAKEN_RUNS
-            first = v % TAKEN_RUNS * TAKEN_RUN
+        runs = (TAKEN_PARTS + taken_run - 1) // taken_run
+        for v in range(pid - 1 - senders, num_tokens * runs, takers):
+            token = v // runs
+            first = v % runs * taken_run
             to = ranks_of(ids, owner, token, num_tokens, num_experts, K, KP, EXPERTS_PER_RANK)
-            base = slots_of(tl.load(clock + pid), code, control_words, half_words)
             bits = rank_bits(to, MANY)
             mine = (RANK * capacity + token).to(tl.int64)
-            for n in range(TAKEN_RUN if TAKEN_PARTS % TAKEN_RUN == 0 else tl.minimum(TAKEN_RUN, TAKEN_PARTS - first)):
-                part = first + n
+            for part in range(first, tl.minimum(first + taken_run, TAKEN_PARTS)):
                 cols = part * TAKE + tl.arange(0, TAKE)
                 if TERMS > 0:  # as above; asked for before anything is waited for
                     own_low, own_high = _weighted_sum(
@@ -220,9 +214,7 @@ def _give_back_kernel(
                             else:
                                 ptrs = own + base + row * SLOT + cols
                                 w = peek(ptrs, cols < WORDS)
-                                w = take_words(
-                                    w, ptrs, cols < WORDS, cols < WORDS, limit_us, fault, dead, code, r
-                                )  # fmt: skip
+                                w = take_words(w, ptrs, cols < WORDS, limit_us, fault, dead, code, r)
                                 a, b = unpack_words(w, KIND)
                             low += a
                             high += b
@@ -233,9 +225,7 @@ def _give_back_kernel(
                                     else:
                                         beside = own + base + row * SLOT + WORDS + j
                                         g = peek(beside, j < WEIGHTS)
-                                        g = take_words(
-                                            g, beside, j < WEIGHTS, j < WEIGHTS, limit_us, fault, dead, code, r
-                                        )  # fmt: skip
+                                        g = take_words(g, beside, j < WEIGHTS, limit_us, fault, dead, code, r)
                                     gradient += g.to(tl.float32, bitcast=True)
                 at = out + token.to(tl.int64) * WORDS + cols
                 tl.store(at, pack_words(low, high, KIND, INTERPRETED), mask=cols < WORDS)
@@ -262,7 +252,8 @@ def _give_back_triton(
         rows.view(torch.int32), slot, slot_weights, None if gradients is None else gradients.view(torch.int32), came,
         ids, owner, out.view(torch.int32), out_gradients,
         channel.peers, channel.clock, channel.fault, channel.dead,
-        M, capacity, owner.shape[0], rows.shape[0], config.senders, config.takers, channel.limit_us, code,
+        M, capacity, owner.shape[0], rows.shape[0], config.senders, config.takers, config.run, config.taken_run,
+        channel.limit_us, code,
         rows.stride(0) * rows.itemsize // 16, came.stride(0), channel.control_bytes // 4, channel.half_bytes // 4,
     )  # fmt: skip
     constants = {
@@ -279,8 +270,6 @@ def _give_back_triton(
         "STRIDE_UNIT": 4,
         "EXPERTS_PER_RANK": experts_per_rank,
         "BLOCK": config.block,
-        "RUN": config.run,
-        "TAKEN_RUN": config.taken_run,
         # not fewer than threads: then no two of them poll the same word and come to differ
         "TAKE": max(config.take, 32 * config.num_warps),
         "WEIGHT_BLOCK": max(next_power_of_2(weight_words), 32 * config.num_warps),

@@ -41,7 +41,6 @@ from epmoe.ops.symmetric_words import (
     rank_bits,
     ranks_of,
     round_words,
-    slots_of,
     store_pairs,
     take_record,
     take_words,
@@ -51,62 +50,70 @@ from epmoe.ops.symmetric_words import (
 )
 
 
-@jit(do_not_specialize=["num_tokens", "capacity", "num_experts", "senders", "takers", "limit_us", "code", "x_stride",
-                        "came_stride"])  # fmt: skip
+@jit(
+    do_not_specialize=[
+        "num_tokens",
+        "capacity",
+        "num_experts",
+        "senders",
+        "takers",
+        "run",
+        "limit_us",
+        "code",
+        "x_stride",
+        "came_stride",
+    ]
+)
 def _send_kernel(
     x, ids, owner, words, weights, came, out, out16, out_words, out_weights, out_scales,
     peers, peers16, clock, fault, dead,
-    num_tokens, capacity, num_experts, senders, takers, limit_us, code, x_stride, came_stride,
+    num_tokens, capacity, num_experts, senders, takers, run, limit_us, code, x_stride, came_stride,
     control_words, half_words,
     RANK: tl.constexpr, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     ROW: tl.constexpr, VALUES: tl.constexpr, IDS: tl.constexpr, WEIGHTS: tl.constexpr, SCALES: tl.constexpr,
     SLOT: tl.constexpr, KIND: tl.constexpr, FLIP: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROWWISE: tl.constexpr,
-    EXPERTS_PER_RANK: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr, TAKE: tl.constexpr,
-    RECORD_BLOCK: tl.constexpr, EAGER: tl.constexpr, DEPENDENT: tl.constexpr, NEXT_EARLY: tl.constexpr,
+    EXPERTS_PER_RANK: tl.constexpr, GROUPS: tl.constexpr, TAKE: tl.constexpr, RECORD_BLOCK: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr, EAGER: tl.constexpr, DEPENDENT: tl.constexpr, NEXT_EARLY: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(DEPENDENT)
     let_next_start(NEXT_EARLY)
     pid = tl.program_id(0)
     epoch = tl.load(clock + pid)
+    turn, stamp = turn_of(epoch, code)
     own = peers[RANK]
+    base = control_words + turn.to(tl.int64) * half_words
     RECORD: tl.constexpr = 1 + IDS + WEIGHTS if IDS + WEIGHTS > 0 else 0
     OTHERS: tl.constexpr = R - 1 if R > 1 else 1
     PARTS: tl.constexpr = (ROW + GROUPS * 64 - 1) // (GROUPS * 64)
-    RUNS: tl.constexpr = (PARTS + RUN - 1) // RUN
-    TAKEN: tl.constexpr = VALUES + SCALES
-    # 16 bytes at a time, into the record that lies behind: it has been taken before, and is empty again
-    READ: tl.constexpr = (TAKEN + 3) // 4 * 4 if RECORD > 0 else TAKEN
     MANY: tl.constexpr = R > 2 and R < 32
     FIRST: tl.constexpr = RANK + 1 if R > 2 else 0  # each rank begins with another peer: no link is all ranks' first
     j = tl.arange(0, RECORD_BLOCK)
+    s = tl.arange(0, SCALE_BLOCK)
     lane = tl.arange(0, GROUPS)[:, None] * 64 + tl.arange(0, 64)[None, :]
     if pid == 0:
-        turn, stamp = turn_of(epoch, code)
         announce(peers, stamp, turn, num_tokens, RANK, R)
         await_peers(own, stamp, turn, limit_us, fault, dead, code, RANK, R)
     elif pid <= senders:
-        for v in range(pid - 1, capacity * RUNS, senders):
-            token = v // RUNS
-            first = v % RUNS * RUN
+        runs = (PARTS + run - 1) // run
+        for v in range(pid - 1, capacity * runs, senders):
+            token = v // runs
+            first = v % runs * run
             exists = token < num_tokens
             from_row = x + token.to(tl.int64) * (x_stride * STRIDE_UNIT)
             at = first * (GROUPS * 64) + lane
             w = tl.load(from_row + at, mask=at < tl.where(exists, ROW, 0), other=0)
-            if RECORD > 0:  # whoever sends the first part sends the record, and asks for both at once
-                sent = tl.where(exists & (first == 0), RECORD, 0)
-                is_id = (j > 0) & (j <= IDS) & (j < sent)
-                is_weight = (j > IDS) & (j < sent)
-                id_word = tl.load(words + token.to(tl.int64) * IDS + (j - 1), mask=is_id, other=-1)
-                weight = tl.load(weights + token.to(tl.int64) * WEIGHTS + (j - 1 - IDS), mask=is_weight, other=0)
             to = ranks_of(ids, owner, token, num_tokens, num_experts, K, KP, EXPERTS_PER_RANK)
-            # read again, behind what is on its way from memory: else all of that waits for the epoch
-            base = slots_of(tl.load(clock + pid), code, control_words, half_words)
             ranks = rank_bits(to, MANY)
             row = (RANK * capacity + token).to(tl.int64)
             if RECORD > 0:
                 if first == 0:
+                    sent = tl.where(exists, RECORD, 0)
+                    is_id = (j > 0) & (j <= IDS) & (j < sent)
+                    is_weight = (j > IDS) & (j < sent)
+                    id_word = tl.load(words + token.to(tl.int64) * IDS + (j - 1), mask=is_id, other=-1)
+                    weight = tl.load(weights + token.to(tl.int64) * WEIGHTS + (j - 1 - IDS), mask=is_weight, other=0)
                     here = goes_to(to, ranks, RANK, MANY) > 0
                     tl.store(out_words + row * IDS + (j - 1), tl.where(here, id_word, -1), mask=(j > 0) & (j <= IDS))
                     tl.store(
@@ -117,7 +124,7 @@ def _send_kernel(
                     for i in tl.static_range(R):
                         if (FIRST + i) % R != RANK:
                             goes = goes_to(to, ranks, (FIRST + i) % R, MANY)
-                            slot = peers[(FIRST + i) % R] + base + row * SLOT + TAKEN
+                            slot = peers[(FIRST + i) % R] + base + row * SLOT + VALUES
                             tl.store(slot + j, tl.where(j == 0, goes, record), mask=j < sent)
             if ROWWISE:
                 # The largest of the whole row, also where other programs send the rest of it: then this program reads
@@ -129,12 +136,11 @@ def _send_kernel(
                     rest = tl.load(from_row + cols, mask=cols < tl.where(exists, ROW, 0), other=0)
                     largest = tl.maximum(largest, largest_in_words(rest, KIND))
                 row_scale, row_inverse = scale_of(tl.max(tl.max(largest, axis=1), axis=0), LARGEST)
-            for n in range(RUN if PARTS % RUN == 0 else tl.minimum(RUN, PARTS - first)):
-                part = first + n
-                if RUN > 1:  # the next part is on its way while this one is sent
-                    behind = at + GROUPS * 64
-                    more = part + 1 < tl.minimum(first + RUN, PARTS)
-                    next_w = tl.load(from_row + behind, mask=behind < tl.where(exists & more, ROW, 0), other=0)
+            for part in range(first, tl.minimum(first + run, PARTS)):
+                # the next part is on its way while this one is sent
+                behind = at + GROUPS * 64
+                more = part + 1 < tl.minimum(first + run, PARTS)
+                next_w = tl.load(from_row + behind, mask=behind < tl.where(exists & more, ROW, 0), other=0)
                 mask = at < tl.where(exists, ROW, 0)
                 group = part * GROUPS + tl.arange(0, GROUPS)
                 if ROWWISE:
@@ -163,17 +169,14 @@ def _send_kernel(
                                 to_words = peers[(FIRST + i) % R] + base + row * SLOT
                                 to_pairs = peers16[(FIRST + i) % R] + 2 * (base + row * SLOT)
                                 store_pairs(to_words, to_pairs, at, to_peer, mask, INTERPRETED)
-                                scales = peers[(FIRST + i) % R] + base + row * SLOT + VALUES
+                                scales = peers[(FIRST + i) % R] + base + row * SLOT + (VALUES + RECORD)
                                 bits = never_empty(scale.to(tl.int32, bitcast=True))
                                 tl.store(scales + group, bits, mask=group < SCALES)
                             else:
                                 tl.store(peers[(FIRST + i) % R] + base + row * SLOT + at, q, mask=mask)
-                if RUN > 1:
-                    w = next_w
-                    at = behind
+                w = next_w
+                at = behind
     else:
-        turn, stamp = turn_of(epoch, code)
-        base = slots_of(epoch, code, control_words, half_words)
         for v in range(pid - 1 - senders, capacity * (R - 1), takers):
             token = v // OTHERS
             source = (RANK + 1 + v % OTHERS) % R
@@ -181,12 +184,15 @@ def _send_kernel(
             slot = own + base + row * SLOT
             first_cols = tl.arange(0, TAKE)
             if EAGER:  # what is mostly there when the record is, and mostly for this rank
-                seen = peek(slot + first_cols, first_cols < READ)
+                seen = peek(slot + first_cols, first_cols < VALUES)
+                if SCALES > 0:
+                    seen_bits = peek(slot + (VALUES + RECORD) + s, s < SCALES)
             if RECORD > 0:
                 control = own + turn * R + source
-                record, here = take_record(
-                    control, slot + TAKEN, j, RECORD, token, stamp, limit_us, fault, dead, code, source
+                record, exists = take_record(
+                    control, slot + VALUES, j, RECORD, token, stamp, limit_us, fault, dead, code, source
                 )
+                here = exists & (tl.sum(tl.where(j == 0, record, 0)) > 0)
                 id_word = tl.where(here, unescaped(record), -1)
                 tl.store(out_words + row * IDS + (j - 1), id_word, mask=(j > 0) & (j <= IDS))
                 weight = tl.where(here, record, 0)
@@ -196,22 +202,21 @@ def _send_kernel(
                 here = tl.max(tl.load(came + row * came_stride + k, mask=k < K, other=-1)) >= 0
             if here:
                 if not EAGER:
-                    seen = peek(slot + first_cols, first_cols < READ)
-                for first in tl.static_range(0, TAKEN, TAKE):
+                    seen = peek(slot + first_cols, first_cols < VALUES)
+                    if SCALES > 0:
+                        seen_bits = peek(slot + (VALUES + RECORD) + s, s < SCALES)
+                for first in tl.static_range(0, VALUES, TAKE):
                     cols = first + tl.arange(0, TAKE)
-                    if first + TAKE < TAKEN:
-                        next_seen = peek(slot + cols + TAKE, cols + TAKE < READ)
-                    taken = take_words(
-                        seen, slot + cols, cols < READ, cols < TAKEN, limit_us, fault, dead, code, source
-                    )  # fmt: skip
-                    if first < VALUES:
-                        tl.store(out + row * VALUES + cols, taken ^ FLIP, mask=cols < VALUES)
-                    if SCALES > 0 and first + TAKE > VALUES:
-                        scale = taken.to(tl.float32, bitcast=True)
-                        is_scale = (cols >= VALUES) & (cols < TAKEN)
-                        tl.store(out_scales + row * SCALES + (cols - VALUES), scale, mask=is_scale)
-                    if first + TAKE < TAKEN:
+                    if first + TAKE < VALUES:
+                        next_seen = peek(slot + cols + TAKE, cols + TAKE < VALUES)
+                    taken = take_words(seen, slot + cols, cols < VALUES, limit_us, fault, dead, code, source)
+                    tl.store(out + row * VALUES + cols, taken ^ FLIP, mask=cols < VALUES)
+                    if first + TAKE < VALUES:
                         seen = next_seen
+                if SCALES > 0:
+                    ptrs = slot + (VALUES + RECORD) + s
+                    bits = take_words(seen_bits, ptrs, s < SCALES, limit_us, fault, dead, code, source)
+                    tl.store(out_scales + row * SCALES + s, bits.to(tl.float32, bitcast=True), mask=s < SCALES)
     advance(clock, epoch, pid, 1 + senders + takers)
 
 
@@ -248,7 +253,7 @@ def _send_rows_triton(
         out.view(torch.int32), None if scheme is None else out.view(torch.int16), out_words,
         None if out_weights is None else _words(out_weights), scales,
         channel.peers, channel.peers16, channel.clock, channel.fault, channel.dead,
-        M, capacity, owner.shape[0], config.senders, config.takers, channel.limit_us, code,
+        M, capacity, owner.shape[0], config.senders, config.takers, config.run, channel.limit_us, code,
         values.stride(0) * values.itemsize // 16, 0 if came is None else came.stride(0),
         channel.control_bytes // 4, channel.half_bytes // 4,
     )  # fmt: skip
@@ -271,10 +276,10 @@ def _send_rows_triton(
         "ROWWISE": form is not None and not form.group,
         "EXPERTS_PER_RANK": experts_per_rank,
         "GROUPS": groups,
-        "RUN": config.run,
         # not fewer than threads: then no two of them poll the same word and come to differ
         "TAKE": max(config.take, 32 * config.num_warps),
         "RECORD_BLOCK": max(next_power_of_2(plan.record), 32 * config.num_warps),
+        "SCALE_BLOCK": max(next_power_of_2(plan.scales), 32 * config.num_warps),
         "EAGER": config.eager,
         "INTERPRETED": INTERPRET,
         **launch_options(values.device, config, channel.ep.at_once),
@@ -383,10 +388,16 @@ def send_rows(
     if not channel.words:
         return send_rows_reference(channel, values, ids, owner, capacity, words, weights, came, scheme, code)
     plan = travelling(values, words, weights, scheme)
-    row_words, taken_words = values.shape[1] * values.itemsize // 4, plan.values + plan.scales
-    rowwise = scheme is not None and not row_format(scheme).group
     config = send_config(
-        values.device, capacity, channel.ep.num_ranks, row_words, taken_words, sms, profile, rowwise, channel.ep.at_once
+        values.device,
+        capacity,
+        channel.ep.num_ranks,
+        values.shape[1] * values.itemsize // 4,
+        plan.values,
+        sms,
+        profile,
+        scheme is not None and not row_format(scheme).group,
+        channel.ep.at_once,
     )
     sent = _send_rows_triton(
         channel, values, ids, owner, capacity, words, weights, came, scheme, code, config, experts_per_rank, aside

@@ -1,7 +1,7 @@
 """What the slots of one-sided operations hold, and in how many bytes. Stands between dispatch, which reserves memory by
 it, and the kernels of `symmetric_send` and `symmetric_give_back`, which write and read it.
 
-    slot of a token   values │ scales │ here, ids, weights │ (up to the next multiple of 128 bytes)
+    slot of a token   values │ here, ids, weights │ scales │ (up to the next multiple of 128 bytes)
 
 H row width, K experts per token, S scales of a row, R ranks, C the most tokens of any rank. Counts are 32-bit words.
 """
@@ -26,8 +26,8 @@ def slot_bytes(row_bytes: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Travelling:
-    """What the slots of one operation hold: `values` words of numbers and `scales` words, which are taken up together;
-    then one that says whether the row is here, `ids` and `weights` words."""
+    """What the slots of one operation hold: `values` words of numbers, then `ids`, `weights` and `scales` words, the
+    first two behind one that says whether the row is here."""
 
     values: int
     ids: int = 0

@@ -179,22 +179,22 @@ def peek(ptrs, mask):
 
 
 @jit
-def take_words(w, ptrs, mask, wanted, limit_us, fault, dead, code, peer):
-    """Waits until no word that is `wanted`, of those under the mask, is empty, empties all of these, and returns them;
-    `w` is what a `peek` saw. Words that did not come in time stay empty: as numbers they are NaN."""
-    waiting = tl.max((wanted & (w == _EMPTY)).to(tl.int32))
+def take_words(w, ptrs, mask, limit_us, fault, dead, code, peer):
+    """Waits until no word under the mask is empty, empties them again, and returns them; `w` is what a `peek` saw.
+    Words that did not come in time stay empty: as numbers they are NaN."""
+    waiting = tl.max((w == _EMPTY).to(tl.int32))
     polls = 0
     start = tl.zeros((), tl.int64)
     while waiting == 1:
         w = peek(ptrs, mask)
-        waiting = tl.max((wanted & (w == _EMPTY)).to(tl.int32))
+        waiting = tl.max((w == _EMPTY).to(tl.int32))
         polls += 1
         if polls % _PATIENCE == 0:
             start = tl.where(start == 0, nanoseconds(), start)
             late = is_late(start, limit_us, dead)
             # 2: some are missing, and it is too late. Clocks and flags are read by each thread for itself, so all that
             # decides passes through the reduction and is the same for all.
-            waiting = tl.max((wanted & (w == _EMPTY)).to(tl.int32) * tl.where(late, 2, 1))
+            waiting = tl.max((w == _EMPTY).to(tl.int32) * tl.where(late, 2, 1))
     if waiting == 2:
         give_up(fault, dead, code, peer)
     tl.store(ptrs, tl.full(w.shape, _EMPTY, tl.int32), mask=mask)
@@ -204,35 +204,32 @@ def take_words(w, ptrs, mask, wanted, limit_us, fault, dead, code, peer):
 @jit
 def take_record(control, ptr, j, words, token, stamp, limit_us, fault, dead, code, peer):
     """Waits until the peer has announced this operation and, if it has that many tokens, for the `words` words of one
-    at `ptr + j`; empties and returns (words, whether the first of them says that a row is here)."""
+    at `ptr + j`; empties and returns (words, whether it has that many tokens)."""
     announced = tl.load(control, volatile=True)
     w = tl.load(ptr + j, mask=j < words, other=0, volatile=True)
-    state = tl.max(_says(announced, w, j, token, stamp))
+    waiting = tl.max(_missing(announced, w, token, stamp))
     polls = 0
     start = tl.zeros((), tl.int64)
-    while state == 2:
+    while waiting == 1:
         announced = tl.load(control, volatile=True)
         w = tl.load(ptr + j, mask=j < words, other=0, volatile=True)
-        state = tl.max(_says(announced, w, j, token, stamp))
+        waiting = tl.max(_missing(announced, w, token, stamp))
         polls += 1
         if polls % _PATIENCE == 0:
             start = tl.where(start == 0, nanoseconds(), start)
-            says = _says(announced, w, j, token, stamp)
-            state = tl.max(tl.where((says == 2) & is_late(start, limit_us, dead), 3, says))
-    if state == 3:
+            waiting = tl.max(_missing(announced, w, token, stamp) * tl.where(is_late(start, limit_us, dead), 2, 1))
+    if waiting == 2:
         give_up(fault, dead, code, peer)
-    exists = (state < 2) & (token < (announced & _COUNT_MASK))
+    exists = (waiting == 0) & (token < (announced & _COUNT_MASK))
     tl.store(ptr + j, tl.full(j.shape, _EMPTY, tl.int32), mask=j < tl.where(exists, words, 0))
-    return w, state == 0
+    return w, exists
 
 
 @jit
-def _says(announced, w, j, token, stamp):
-    """What each word of a record says, of which the largest holds: 2, it is still to come, as all are until the peer
-    says how many tokens it has; 1, no row is here; 0, neither."""
-    empty = tl.where(w == _EMPTY, 2, ((j == 0) & (w == 0)).to(tl.int32))
-    known = tl.where(token < (announced & _COUNT_MASK), empty, 1)
-    return tl.where((announced >> _COUNT_BITS) == stamp, known, 2)
+def _missing(announced, w, token, stamp):
+    """1 for each word that is still to come: all, until the peer says how many tokens it has."""
+    empty = tl.where(token < (announced & _COUNT_MASK), (w == _EMPTY).to(tl.int32), 0)
+    return tl.where((announced >> _COUNT_BITS) == stamp, empty, 1)
 
 
 @jit
@@ -280,15 +277,8 @@ def turn_of(epoch, code):
 
 
 @jit
-def slots_of(epoch, code, control_words, half_words):
-    """Where the slots of turn `epoch` begin, in words."""
-    turn, _ = turn_of(epoch, code)
-    return control_words + turn.to(tl.int64) * half_words
-
-
-@jit
 def advance(clock, epoch, program, programs):
-    """A program moves its copies of the epoch on, once all of its warps have read what they need of it."""
+    """A program moves its copies of the epoch on, once all of its warps have read theirs."""
     tl.debug_barrier()
     for first in range(program, _CLOCKS, programs * 128):
         at = first + programs * tl.arange(0, 128)

@@ -68,16 +68,14 @@ def sent_and_expected(
 
 def in_flight(rank: int, ranks: int, seed: int) -> None:
     ep = EPGroup(timeout=60)
-    for mode, dtype, width, schemes in (
-        ("torch", torch.bfloat16, 1032, ROW_SCHEMES),
-        # five parts a row, the last of few words, and two of them to a program
-        ("triton", torch.bfloat16, 1032, ("fp8_block_ue8m0", "fp8_row")),
-        ("triton", torch.float16, 1032, ("int8_row",)),
-        ("triton", torch.bfloat16, 8192, ("fp8_block",)),  # scales are taken up after the values, not with the last
+    for mode, dtype, schemes in (
+        ("torch", torch.bfloat16, ROW_SCHEMES),
+        ("triton", torch.bfloat16, ("fp8_block_ue8m0", "fp8_row")),
+        ("triton", torch.float16, ("int8_row",)),
     ):
         os.environ["EPMOE_CPU_KERNELS"] = mode
-        for scheme in schemes:
-            sent, values, scales = sent_and_expected(ep, scheme, dtype, width, 4, "latency", seed)
+        for scheme in schemes:  # five parts a row, the last of few words, and two of them to a program
+            sent, values, scales = sent_and_expected(ep, scheme, dtype, 1032, 4, "latency", seed)
             assert sent.scales is not None and sent.values.dtype == values.dtype
             assert torch.equal(sent.values.view(torch.uint8), values.view(torch.uint8)), (mode, scheme)
             assert torch.equal(sent.scales.isnan(), scales.isnan()) and bool(scales.isnan().any())
