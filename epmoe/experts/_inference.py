@@ -177,11 +177,10 @@ class ScaledPath(InferencePath):
         assert s1 is not None and s2 is not None
         start, end, index, divisor, n, expected_m = rows
         last = end[-1:] if span == n else end
-        if weights.gate_up_input_scale is not None:
-            x, x_scale = quantize_by(
-                x, weights.gate_up_input_scale, start, end, scheme, index, divisor, _of_pairs(weight_in, index)
-            )
-            index, divisor, weight_in = None, 1, weight_in if index is None else None
+        if (fixed := weights.gate_up_input_scale) is not None:
+            of_pairs, weight_in = _apart(weight_in, index)
+            x, x_scale = quantize_by(x, fixed, start, end, scheme, index, divisor, of_pairs)
+            index, divisor = None, 1
         elif x_scale is None:  # of rows in their places only those of a segment: the others may hold anything
             x, x_scale = quantize(x, scheme) if index is not None else quantize(x, scheme, last, span)
         act = (spec.activation.name, spec.activation.alpha, spec.activation.limit)
@@ -221,11 +220,11 @@ class ScaledPath(InferencePath):
         values, scales, *wide = carved(early, first)
         a, a_scale = carved(late, second)
         (y,) = carved(early, [result])  # over what GEMM2 no longer reads
-        if weights.gate_up_input_scale is not None:
-            fixed, weight = weights.gate_up_input_scale, _of_pairs(weight_in, index)
-            quantize_by_into(values, scales, x, fixed, start, end, scheme, index, divisor, weight)
+        if (fixed := weights.gate_up_input_scale) is not None:
+            of_pairs, weight_in = _apart(weight_in, index)
+            quantize_by_into(values, scales, x, fixed, start, end, scheme, index, divisor, of_pairs)
             x, x_scale = values, scales
-            index, divisor, weight_in = None, 1, weight_in if index is None else None
+            index, divisor = None, 1
         elif x_scale is None:
             covered = () if index is not None else (last, span)
             quantize_into(values, scales, x, scheme, *covered)
@@ -246,6 +245,7 @@ class ScaledPath(InferencePath):
         return y
 
 
-def _of_pairs(weight_in: Tensor | None, index: Tensor | None) -> Tensor | None:
-    """The weights on the input that become part of pairs' scales; those of rows in their places are left to GEMM1."""
-    return None if index is None else weight_in
+def _apart(weight_in: Tensor | None, index: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The weights on the input that become part of pairs' scales, and those that are left to GEMM1: of rows in their
+    places."""
+    return (None, weight_in) if index is None else (weight_in, None)

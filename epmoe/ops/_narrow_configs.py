@@ -54,8 +54,9 @@ def narrow_config(
     # routing fills experts unevenly: tiles are for more rows than the mean
     # Few rows: narrow tiles, so that more programs than two or three share an SM and hide what each waits for.
     # int4_g128, 32 × 4 rows, N 4096, K 7168, µs by weight rows of a tile: 64: 182, 128: 226, 256: 294.
-    # Then instructions bound it: a warp has 242 for 64 × 128 numbers of int4_g128 (SASS, not timed), 104 of them the
-    # step's own, barriers among them; with two spans a step 219. At 80 % of 4.8 TB/s an SM has 246 cycles for as many.
+    # A warp has 242 instructions for 64 × 128 numbers of int4_g128, with two spans a step 219, and at 80 % of 4.8 TB/s
+    # an SM 246 cycles for as many; a kernel of 183 to 211 that kept less under way was slower all the same
+    # (bench/results/kernels.md).
     # One span and two, µs, 16 tokens: int4_g128 63 and 64, 46 and 47 (128 experts, 1536 × 2048 and 2048 × 768), 175 and
     # 179, 95 and 100 (32 experts, 4096 × 7168 and 7168 × 2048); mxfp4 88 and 91, 56 and 60, 296 and 274, 155 and 149.
     if rows_per_expert <= 24:

@@ -109,9 +109,33 @@ def _check(
     return form
 
 
-def _rows(x: Tensor, row_index: Tensor | None) -> int:
+def _num_rows(x: Tensor, row_index: Tensor | None) -> int:
     """N."""
     return x.shape[0] if row_index is None else row_index.shape[0]
+
+
+def _made(x: Tensor, row_index: Tensor | None, form: RowFormat) -> tuple[Tensor, Tensor]:
+    """Room for values and scales of N rows."""
+    n = _num_rows(x, row_index)
+    return x.new_empty(n, x.shape[1], dtype=form.dtype), x.new_empty(n, 1, dtype=torch.float32)
+
+
+def _write(
+    values: Tensor,
+    scales: Tensor,
+    x: Tensor,
+    fixed: Tensor,
+    row_start: Tensor,
+    row_end: Tensor,
+    row_index: Tensor | None,
+    divisor: int,
+    weight: Tensor | None,
+    form: RowFormat,
+) -> None:
+    if use_triton(x):
+        _launch(x, fixed, row_start, row_end, row_index, divisor, weight, values, scales)
+    else:
+        _reference_into(values, scales, x, fixed, row_start, row_end, row_index, divisor, weight, form)
 
 
 def _launch(
@@ -166,19 +190,14 @@ def quantize_by(
         ValueError: a scheme with scales per block, or arguments that are not that.
     """
     form = _check(x, fixed, row_start, row_end, scheme, row_index, divisor, weight)
-    n = _rows(x, row_index)
-    values, scales = x.new_empty(n, x.shape[1], dtype=form.dtype), x.new_empty(n, 1, dtype=torch.float32)
-    if use_triton(x):
-        _launch(x, fixed, row_start, row_end, row_index, divisor, weight, values, scales)
-    else:
-        _reference_into(values, scales, x, fixed, row_start, row_end, row_index, divisor, weight, form)
+    values, scales = _made(x, row_index, form)
+    _write(values, scales, x, fixed, row_start, row_end, row_index, divisor, weight, form)
     return values, scales
 
 
 @quantize_by.register_fake
 def _(x, fixed, row_start, row_end, scheme, row_index=None, divisor=1, weight=None):
-    n = _rows(x, row_index)
-    return x.new_empty(n, x.shape[1], dtype=row_format(scheme).dtype), x.new_empty(n, 1, dtype=torch.float32)
+    return _made(x, row_index, row_format(scheme))
 
 
 def quantize_by_into(
@@ -202,17 +221,14 @@ def quantize_by_into(
         ValueError: as `quantize_by`, or a buffer does not fit.
     """
     form = _check(x, fixed, row_start, row_end, scheme, row_index, divisor, weight)
-    n = _rows(x, row_index)
+    n = _num_rows(x, row_index)
     for name, t, shape, dtype in (
         ("values", values, (n, x.shape[1]), form.dtype),
         ("scales", scales, (n, 1), torch.float32),
     ):
         if tuple(t.shape) != shape or t.dtype != dtype or not t.is_contiguous():
             raise ValueError(f"{name} is {t.dtype} {tuple(t.shape)}: must be contiguous {dtype} {shape} for {scheme!r}")
-    if use_triton(x):
-        _launch(x, fixed, row_start, row_end, row_index, divisor, weight, values, scales)
-    else:
-        _reference_into(values, scales, x, fixed, row_start, row_end, row_index, divisor, weight, form)
+    _write(values, scales, x, fixed, row_start, row_end, row_index, divisor, weight, form)
 
 
 def quantize_by_reference(
@@ -226,8 +242,8 @@ def quantize_by_reference(
     weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The torch twin of `quantize_by`: the same bits."""
-    form, n = row_format(scheme), _rows(x, row_index)
-    values, scales = x.new_empty(n, x.shape[1], dtype=form.dtype), x.new_empty(n, 1, dtype=torch.float32)
+    form = row_format(scheme)
+    values, scales = _made(x, row_index, form)
     _reference_into(values, scales, x, fixed, row_start, row_end, row_index, divisor, weight, form)
     return values, scales
 

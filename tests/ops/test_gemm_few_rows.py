@@ -23,9 +23,8 @@ from epmoe.ops.grouped_gemm import (
     grouped_gemm_reference,
 )
 from epmoe.testing import poisoned_empty
+from tests.ops.gemm_cases import LAYOUTS, ROW_ERROR, row_error
 
-# Relative L2 of any one row: one rounding of an fp32 sum, 2^-11 or 2^-8 at worst.
-ROW_ERROR = {torch.float16: 6e-4, torch.bfloat16: 4.5e-3}
 PLAIN = FewRowsConfig(block_t=16, block_w=64, block_k=32, num_warps=4, num_stages=2)
 CONFIGS = {
     "one-program-per-item": PLAIN,
@@ -37,7 +36,6 @@ CONFIGS = {
     "deep": dataclasses.replace(PLAIN, block_t=64, block_k=128),
 }
 UNEVEN = [3, 0, 18]
-LAYOUTS = ["in-place", "gathered", "batched"]
 
 
 @pytest.fixture
@@ -108,14 +106,6 @@ def case(
     c.segments = tuple(t.to(device) for t in segments)
     c.rows = (*c.segments, c.index if gathered else None, k if gathered else 1, max_rows)
     return c
-
-
-def row_error(got: Tensor, want: Tensor) -> float:
-    """The largest relative L2 error of a row; one that cancelled to nearly nothing counts as 5 % of the average row."""
-    if not len(want):
-        return 0.0
-    norms = want.norm(dim=-1)
-    return ((got.double() - want).norm(dim=-1) / norms.clamp_min(norms.mean() / 20)).max().item()
 
 
 def check(c: SimpleNamespace, got: Tensor, want: Tensor) -> None:

@@ -16,17 +16,11 @@ from epmoe.ops._configs import WgradConfig
 from epmoe.ops._segments import batched_segments, standard_segments
 from epmoe.ops.grouped_wgrad import grouped_wgrad, grouped_wgrad_reference
 from epmoe.testing import poisoned_empty
+from tests.ops.gemm_cases import COUNTS
 
 # Relative L2 of one expert's gradient: an fp32 sum, or one rounding of it (2^-11, 2^-8 at worst).
 ERROR = {torch.float32: 5e-6, torch.float16: 6e-4, torch.bfloat16: 4.5e-3}
 DTYPES = list(ERROR)
-COUNTS = {
-    "uneven": [5, 0, 34, 1],
-    "no-rows": [0, 0, 0],
-    "one-row": [0, 1, 0],
-    "one-expert": [33],
-    "one-hot": [0, 0, 0, 0, 41],
-}
 # Which operand is read through the index: W1's gradient gathers x, W2's gathers dy.
 GATHERS = {"neither": (False, False), "w1": (False, True), "w2": (True, False), "both": (True, True)}
 

@@ -28,12 +28,12 @@ from epmoe.ops.narrow_gemm import (
 from epmoe.quant import NARROW_SCHEMES, dequantize_narrow, quantize_narrow
 from epmoe.testing import poisoned_empty
 from tests import naive
+from tests.ops.gemm_cases import LAYOUTS
 from tests.quant.test_narrow import INTEGERS, own_error
 
 # Relative L2 of any one row: one rounding of an fp32 sum (2^-8, 2^-11 at worst); tensor cores add up a little coarser.
 ROW_ERROR = {torch.bfloat16: 4.5e-3, torch.float16: 1e-3}
 FORMS = [(scheme, zeros) for scheme in NARROW_SCHEMES for zeros in ((False, True) if scheme in INTEGERS else (False,))]
-LAYOUTS = ["in-place", "gathered", "batched"]
 narrow_config = _narrow_configs.narrow_config
 
 

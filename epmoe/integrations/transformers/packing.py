@@ -10,6 +10,7 @@ N output channels, K what is summed over.
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -145,26 +146,26 @@ class Int8(Scaled):
         return super().read(files, name, expert)
 
 
-class Narrow(Packing):
+class Narrow(Packing, ABC):
     """Those that are narrow weights of `quant.narrow`, scheme by scheme."""
 
     oriented = True
 
+    @abstractmethod
     def scheme(self, files: CheckpointFiles, name: str) -> str:
         """The scheme that holds these numbers as they are; reads shapes alone.
 
         Raises:
             ValueError: there is none, or a part is missing.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def narrow(self, files: CheckpointFiles, name: str, expert: int | None, device: torch.device) -> Imported:
         """`[1, N, K]` on `device`, with the order of its columns where that is not the file's.
 
         Raises:
             ValueError: a part is missing, parts that don't fit, or numbers that narrow weights don't hold.
         """
-        raise NotImplementedError
 
     def order(self, files: CheckpointFiles, name: str) -> Tensor | None:
         """The order that `narrow` will bring the columns of one expert's matrix into; reads no values."""

@@ -5,6 +5,8 @@ N output channels, K what is summed over.
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -139,11 +141,11 @@ class WithIntegers(Narrow):
 
     scales = "_scale"
 
+    @abstractmethod
     def integers(
         self, files: CheckpointFiles, name: str, expert: int | None, device: torch.device | str = "cpu"
     ) -> Integers:
         """What the words hold, in the order of the file."""
-        raise NotImplementedError
 
     def wide(self, files: CheckpointFiles, name: str, dtype: torch.dtype, expert: int | None = None) -> Tensor:
         return dequantize_integers(self.integers(files, name, expert), dtype)
