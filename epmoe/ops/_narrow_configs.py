@@ -29,7 +29,7 @@ class NarrowConfig:
         block_w: weight rows of a tile, at least 64 for wgmma. A gated GEMM1 spends half of them on gates.
         on_tile: scales multiply weights, else sums over a group. Sums take a second accumulator, and groups shorter
             than 64 columns shorter dots; float16 rows always take sums, since weights times scales may leave its range.
-        spans: of 128 columns that a step takes, where both halves of a span share a dot: `D` must be whole steps.
+        registers: of a thread at most, so that another program fits on an SM; 0: as many as it takes.
     """
 
     block_t: int
@@ -37,7 +37,7 @@ class NarrowConfig:
     num_warps: int
     num_stages: int
     on_tile: bool = False
-    spans: int = 1
+    registers: int = 0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -52,18 +52,23 @@ def narrow_config(
     if not _has_roomy_sms(device):
         return NarrowConfig(16 if rows_per_expert <= 16 else 64, 64, num_warps=4, num_stages=3, on_tile=True)
     # routing fills experts unevenly: tiles are for more rows than the mean
-    # Few rows: narrow tiles, so that more programs than two or three share an SM and hide what each waits for.
-    # int4_g128, 32 × 4 rows, N 4096, K 7168, µs by weight rows of a tile: 64: 182, 128: 226, 256: 294.
-    # A warp has 242 instructions for 64 × 128 numbers of int4_g128, with two spans a step 219, and at 80 % of 4.8 TB/s
-    # an SM 246 cycles for as many; a kernel of 183 to 211 that kept less under way was slower all the same
-    # (bench/results/kernels.md).
-    # One span and two, µs, 16 tokens: int4_g128 63 and 64, 46 and 47 (128 experts, 1536 × 2048 and 2048 × 768), 175 and
-    # 179, 95 and 100 (32 experts, 4096 × 7168 and 7168 × 2048); mxfp4 88 and 91, 56 and 60, 296 and 274, 155 and 149.
+    # Few rows, int4_g128, 4 of each, µs by weight rows of a tile of four warps, 64 and 128: 86 and 71, 54 and 50
+    # (128 experts, 1536 × 2048 and 2048 × 768), 188 and 142, 89 and 80 (32 experts, 4096 × 7168 and 7168 × 2048); with
+    # 128 registers, which let a fourth program onto an SM, 66, 41, 137 and 75. bench/results/kernels.md says what else
+    # was tried.
     if rows_per_expert <= 24:
-        block_t = 16 if rows_per_expert <= 12 else 32
-        two = short and form.bits == 4 and n >= 4096 and d % (2 * SPAN) == 0
-        stages, spans = (3, 2) if two else (4, 1)
-        return NarrowConfig(block_t, 64, num_warps=4, num_stages=stages, on_tile=short, spans=spans)
+        block_t, registers = (16, 128) if rows_per_expert <= 12 else (32, 168)
+        if form.kind == "fp4" and rows_per_expert <= 1:  # few experts have rows at all: more and smaller tiles
+            return NarrowConfig(block_t, 64, num_warps=4, num_stages=4, on_tile=short)
+        stages = 4 if form.kind == "int4" and d > 2048 else 3
+        return NarrowConfig(
+            block_t,
+            128,
+            num_warps=4,
+            num_stages=stages,
+            on_tile=short,
+            registers=registers if form.kind == "int4" else 0,
+        )
     if rows_per_expert <= 48:
         return NarrowConfig(64, 128, num_warps=8, num_stages=4, on_tile=short)
     # three stages beside 256 rows are too large for bytes with scales, and for three quarters of them
@@ -106,18 +111,16 @@ def narrow_plan(
     on_tile = config.on_tile and dtype == torch.bfloat16 and form.group > 0
     if form.group > 0 and not on_tile:  # what a second accumulator leaves of the registers
         config = dataclasses.replace(config, block_t=min(config.block_t, 128 if form.group >= SPAN else 64))
-    joined = config.block_t <= 64 and (on_tile or form.group == 0 or form.group >= SPAN)
-    if config.spans > 1 and (not joined or d % (config.spans * SPAN)):  # as many columns under way, in shorter steps
-        config = dataclasses.replace(config, spans=1, num_stages=config.num_stages + 1)
     run = SPAN // 2 if on_tile or form.group == 0 else min(SPAN // 2, form.group)
     if form.bits == 6:  # what three bytes of a span hold lies 32 columns apart
         run = SPAN // 4
     descriptor = None
     if aligned and row % 16 == 0 and _has_tma(device):
+        per, step = (4, SPAN // 8) if form.bits == 4 else (1, run)  # bytes of an entry; entries of a row in a tile
         descriptor = (
-            [num_local * parts, width, row],
-            [width * row, row, 1],
-            [parts, config.block_w // parts, run],
+            [num_local * parts, width, row // per],
+            [width * row // per, row // per, 1],
+            [parts, config.block_w // parts, step],
         )
     row_tiles = most_row_tiles(max_rows, num_local, config.block_t, expected_m)
     constants = {
@@ -133,12 +136,12 @@ def narrow_plan(
         "BLOCK_T": config.block_t,
         "BLOCK_W": config.block_w,
         "RUN": run,
-        "SPANS": config.spans,
         "ON_TILE": on_tile,
         "TMA": descriptor is not None,
         "INTERPRETED": INTERPRET,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
+        **({"maxnreg": config.registers} if config.registers else {}),
         **dependent_launch(device),
     }
     items = row_tiles * cdiv(width, config.block_w // parts)

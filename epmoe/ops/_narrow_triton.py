@@ -61,13 +61,15 @@ def _along_run(v, k, S: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, AL
 
 
 @jit
-def _less_zero(w, z, KIND: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """`w` less its zero points z (None: 0) and, of 4-bit integers, less what makes codes of them: the 8 that they are
-    stored with and the 128 or 1024 of `halves`. Exact: all are integers below 2**8 (fp16: 2**11)."""
+def _less_zero(w, z, k, S: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, ALL: tl.constexpr, KIND: tl.constexpr,
+               DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
+    """The run `w` less the zero points z that `_read_groups` read for it (None: 0) and, of 4-bit integers, less what
+    makes codes of them: the 8 that they are stored with and the 128 or 1024 of `halves`. Exact: all are integers below
+    2**8 (fp16: 2**11)."""
     LIFT: tl.constexpr = 0.0 if INTERPRETED else (128.0 if DTYPE == tl.bfloat16 else 1024.0)
     OFFSET: tl.constexpr = LIFT + 8.0 if KIND == "int4" else 0.0
     if z is not None:
-        z += OFFSET
+        z = _along_run(z, k, S, GROUP, RUN, ALL) + OFFSET
         w = w - (z if INTERPRETED else z.to(DTYPE))
     elif OFFSET != 0.0:
         w = w - (OFFSET if INTERPRETED else tl.full((1, 1), OFFSET, DTYPE))
@@ -93,18 +95,18 @@ def _round_to_bf16(x):
 
 
 @jit
-def _weights(w, part, col, at, ROW: tl.constexpr, BLOCK_W: tl.constexpr, BYTES: tl.constexpr, TMA: tl.constexpr,
+def _weights(w, part, col, at, ROW: tl.constexpr, BLOCK_W: tl.constexpr, COUNT: tl.constexpr, TMA: tl.constexpr,
              WITHIN: tl.constexpr):  # fmt: skip
-    """`[BLOCK_W, BYTES]` of weight rows from byte `at` on, 0 past their end, which lies in the tile unless WITHIN. `w`:
-    a descriptor, or pointers to the rows."""
+    """`[BLOCK_W, COUNT]` bytes or words of weight rows from the one at `at` on, 0 past the end of a row, which lies in
+    the tile unless WITHIN. `w`: a descriptor, or pointers to the rows."""
     if TMA:
-        p = w.load([part, col, at]).reshape(BLOCK_W, BYTES)
+        p = w.load([part, col, at]).reshape(BLOCK_W, COUNT)
     else:
-        bytes_ = at + tl.arange(0, BYTES)
+        entries = at + tl.arange(0, COUNT)
         if WITHIN:
-            p = tl.load(w[:, None] + bytes_[None, :])
+            p = tl.load(w[:, None] + entries[None, :])
         else:
-            p = tl.load(w[:, None] + bytes_[None, :], mask=(bytes_ < ROW)[None, :], other=0)
+            p = tl.load(w[:, None] + entries[None, :], mask=(entries < ROW)[None, :], other=0)
     return p
 
 
@@ -120,6 +122,45 @@ def _sixes(w, part, col, span, ROW: tl.constexpr, BLOCK_W: tl.constexpr, TMA: tl
 
 
 @jit
+def _span(w, part, col, k, ROW: tl.constexpr, BLOCK_W: tl.constexpr, TMA: tl.constexpr, KIND: tl.constexpr,
+          EVEN: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
+    """The 128 numbers `[BLOCK_W, 128]` from column k on, widened."""
+    if KIND == "int4" or KIND == "fp4":
+        p = _weights(w, part, col, k // 8, ROW // 4, BLOCK_W, 16, TMA, True)
+        both = halves(p, KIND, DTYPE, INTERPRETED)
+    else:
+        if KIND == "int8":
+            lo = whole(_weights(w, part, col, k, ROW, BLOCK_W, 64, TMA, EVEN), DTYPE, INTERPRETED)
+            hi = whole(_weights(w, part, col, k + 64, ROW, BLOCK_W, 64, TMA, EVEN), DTYPE, INTERPRETED)
+        else:
+            q0, q1, q2, q3 = _sixes(w, part, col, k, ROW, BLOCK_W, TMA, KIND, DTYPE, INTERPRETED)
+            lo = tl.join(q0, q1).permute(0, 2, 1).reshape(BLOCK_W, 64)
+            hi = tl.join(q2, q3).permute(0, 2, 1).reshape(BLOCK_W, 64)
+        both = tl.join(lo, hi).permute(0, 2, 1).reshape(BLOCK_W, 128)
+    return both
+
+
+@jit
+def _halved(v):
+    """The first and the second half of v's columns."""
+    return v.reshape(v.shape[0], 2, v.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@jit
+def _run_of(v, i: tl.constexpr, COUNT: tl.constexpr):
+    """The i-th of COUNT (2, 4 or 8) equal runs of v's columns."""
+    first, second = _halved(v)
+    v = first if i < COUNT // 2 else second
+    if COUNT >= 4:
+        first, second = _halved(v)
+        v = first if i % (COUNT // 2) < COUNT // 4 else second
+    if COUNT >= 8:
+        first, second = _halved(v)
+        v = first if i % 2 == 0 else second
+    return v
+
+
+@jit
 def _rows(a_tile, k, is_row, D: tl.constexpr, RUN: tl.constexpr, EVEN: tl.constexpr):
     """Columns k .. k + RUN of the rows at `a_tile`; 0 past D and where there is no row."""
     ks = k + tl.arange(0, RUN)
@@ -132,7 +173,7 @@ def _rows(a_tile, k, is_row, D: tl.constexpr, RUN: tl.constexpr, EVEN: tl.conste
 @jit(do_not_specialize_on_alignment=["row_start", "row_end"])
 def narrow_gemm_kernel(
     a,
-    w,  # a pointer, or a tensor descriptor when TMA
+    w,  # a pointer, or a tensor descriptor when TMA; to words of four bytes where numbers have 4 bits
     scale,
     zero,
     outer,
@@ -159,19 +200,18 @@ def narrow_gemm_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
     RUN: tl.constexpr,
-    SPANS: tl.constexpr,
     ON_TILE: tl.constexpr,
     TMA: tl.constexpr,
     DEPENDENT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Programs walk work items, BLOCK_W weight rows of one expert × up to BLOCK_T of its rows, as in
-    `ops/_gemm_few_rows.py`. A step takes 128 columns, or with few rows SPANS times as many.
+    `ops/_gemm_few_rows.py`. A step takes 128 columns.
 
     Where ON_TILE, scales multiply the widened weights, which rounds the product to the rows' dtype: not for e2m1, whose
-    scales leave it exact. Else they multiply, in fp32, the sums over a group: runs of the lower and of the upper 64
-    columns of a span have dots of their own then, of at most a group's columns. A scale for whole rows waits for the
-    end. With few rows a step is one dot, which leaves more programs room on an SM; with many a chain of two.
+    scales leave it exact. Else they multiply, in fp32, the sums over a group: runs of a span have dots of their own
+    then, of at most a group's columns. A scale for whole rows waits for the end. With few rows a step is one dot, which
+    leaves more programs room on an SM; with many it is one for numbers of 4 bits and else a chain of two or four.
     """
     PARTS: tl.constexpr = 2 if GATED else 1
     COLS: tl.constexpr = BLOCK_W // PARTS
@@ -180,11 +220,13 @@ def narrow_gemm_kernel(
     EVEN: tl.constexpr = D % 128 == 0
     ALL: tl.constexpr = EVEN or GROUP >= 128
     DTYPE: tl.constexpr = out.dtype.element_ty
-    PACKED: tl.constexpr = KIND != "int8"
     SIXES: tl.constexpr = KIND == "e2m3" or KIND == "e3m2"
+    WORDS: tl.constexpr = KIND == "int4" or KIND == "fp4"
+    FEW: tl.constexpr = BLOCK_T <= 64
     SHARED: tl.constexpr = GROUP >= 128 or GROUP == 0  # both halves of a span have the same scale
-    JOINED: tl.constexpr = BLOCK_T <= 64 and (ON_TILE or SHARED)  # and one dot for them
-    AHEAD: tl.constexpr = GROUP > 0 and not (ON_TILE and SHARED)
+    # a span has one dot
+    JOINED: tl.constexpr = FEW and (ON_TILE or SHARED) or WORDS and (ON_TILE or GROUP == 0)
+    AHEAD: tl.constexpr = GROUP > 0 and not (ON_TILE and (SHARED or not FEW))
 
     experts = tl.arange(0, L_BLOCK)
     wait_for_previous(DEPENDENT)
@@ -213,7 +255,7 @@ def narrow_gemm_kernel(
         a_tile = a + source.to(tl.int64) * a_stride
         w_tile = w
         if not TMA:
-            w_tile = w + (e.to(tl.int64) * N + w_rows) * ROW
+            w_tile = w + (e.to(tl.int64) * N + w_rows) * (ROW // 4 if WORDS else ROW)
         scale_at = scale + (e.to(tl.int64) * (S * N) + w_rows)
         zero_at = None
         if zero is not None:
@@ -225,80 +267,50 @@ def narrow_gemm_kernel(
         if JOINED:
             # Loads that feed no dot as they come are not pipelined: scales of sums are read a step ahead.
             s = _read_groups(scale_at, 0, N, S, GROUP, 128)
-            for first in tl.range(0, D, 128 * SPANS):
-                for part in tl.static_range(SPANS):
-                    k = first + part * 128
-                    if not AHEAD:
-                        s = _read_groups(scale_at, k, N, S, GROUP, 128)
-                    if SIXES:
-                        q0, q1, q2, q3 = _sixes(w_tile, e * PARTS, col0, k, ROW, BLOCK_W, TMA, KIND, DTYPE, INTERPRETED)
-                        lo = tl.join(q0, q1).permute(0, 2, 1).reshape(BLOCK_W, 64)
-                        hi = tl.join(q2, q3).permute(0, 2, 1).reshape(BLOCK_W, 64)
-                    elif PACKED:
-                        p = _weights(w_tile, e * PARTS, col0, k // 2, ROW, BLOCK_W, 64, TMA, True)
-                        lo, hi = halves(p, KIND, DTYPE, INTERPRETED)
-                    else:
-                        lo = whole(
-                            _weights(w_tile, e * PARTS, col0, k, ROW, BLOCK_W, 64, TMA, EVEN), DTYPE, INTERPRETED
-                        )
-                        hi = whole(
-                            _weights(w_tile, e * PARTS, col0, k + 64, ROW, BLOCK_W, 64, TMA, EVEN), DTYPE, INTERPRETED
-                        )
-                    both = tl.join(lo, hi).permute(0, 2, 1).reshape(BLOCK_W, 128)
-                    if zero_at is not None:
-                        z = _along_run(_read_groups(zero_at, k, N, S, GROUP, 128), k, S, GROUP, 128, ALL)
-                        both = _less_zero(both, z, KIND, DTYPE, INTERPRETED)
-                    else:
-                        both = _less_zero(both, None, KIND, DTYPE, INTERPRETED)
-                    x = _rows(a_tile, k, is_row, D, 128, EVEN)
-                    if GROUP == 0:
-                        acc += dot_accumulate(both, x.T, tl.zeros_like(acc), INTERPRETED) * unit
-                    elif ON_TILE:
-                        both = _times(both, _along_run(s, k, S, GROUP, 128, ALL), DTYPE, INTERPRETED)
-                        acc += dot_accumulate(both, x.T, tl.zeros_like(acc), INTERPRETED) * unit
-                    else:
-                        sums = dot_accumulate(both, x.T, tl.zeros_like(acc), INTERPRETED)
-                        acc += sums * _along_run(s, k, S, GROUP, 128, ALL)
-                    if AHEAD:
-                        s = _read_groups(scale_at, k + 128, N, S, GROUP, 128)
+            for k in tl.range(0, D, 128):
+                if not AHEAD:
+                    s = _read_groups(scale_at, k, N, S, GROUP, 128)
+                both = _span(w_tile, e * PARTS, col0, k, ROW, BLOCK_W, TMA, KIND, EVEN, DTYPE, INTERPRETED)
+                z = None if zero_at is None else _read_groups(zero_at, k, N, S, GROUP, 128)
+                both = _less_zero(both, z, k, S, GROUP, 128, ALL, KIND, DTYPE, INTERPRETED)
+                x = _rows(a_tile, k, is_row, D, 128, EVEN)
+                if ON_TILE:
+                    both = _times(both, _along_run(s, k, S, GROUP, 128, ALL), DTYPE, INTERPRETED)
+                if not FEW:
+                    acc = dot_accumulate(both, x.T, acc, INTERPRETED)
+                elif ON_TILE or GROUP == 0:
+                    acc += dot_accumulate(both, x.T, tl.zeros_like(acc), INTERPRETED) * unit
+                else:
+                    sums = dot_accumulate(both, x.T, tl.zeros_like(acc), INTERPRETED)
+                    acc += sums * _along_run(s, k, S, GROUP, 128, ALL)
+                if AHEAD:
+                    s = _read_groups(scale_at, k + 128, N, S, GROUP, 128)
         else:
             for span in tl.range(0, D, 128):
                 if SIXES:
                     q0, q1, q2, q3 = _sixes(w_tile, e * PARTS, col0, span, ROW, BLOCK_W, TMA, KIND, DTYPE, INTERPRETED)
-                for run in tl.static_range(64 // RUN):
+                elif WORDS:
+                    both = _span(w_tile, e * PARTS, col0, span, ROW, BLOCK_W, TMA, KIND, EVEN, DTYPE, INTERPRETED)
+                for run in tl.static_range(128 // RUN):
                     k = span + run * RUN
                     if SIXES:
-                        lo = q0 if run == 0 else q1
-                        hi = q2 if run == 0 else q3
-                    elif PACKED:
-                        at = span // 2 + run * RUN
-                        p = _weights(w_tile, e * PARTS, col0, at, ROW, BLOCK_W, RUN, TMA, True)
-                        lo, hi = halves(p, KIND, DTYPE, INTERPRETED)
+                        part = (q0 if run == 0 else q1) if run < 2 else (q2 if run == 2 else q3)
+                    elif WORDS:
+                        part = _run_of(both, run, 128 // RUN)
                     else:
-                        lo = whole(
-                            _weights(w_tile, e * PARTS, col0, k, ROW, BLOCK_W, RUN, TMA, EVEN), DTYPE, INTERPRETED
-                        )
-                        hi = whole(
-                            _weights(w_tile, e * PARTS, col0, k + 64, ROW, BLOCK_W, RUN, TMA, EVEN), DTYPE, INTERPRETED
-                        )
-                    for half in tl.static_range(2):
-                        j = k + half * 64
-                        part = lo if half == 0 else hi
-                        if zero_at is not None:
-                            v = _read_groups(zero_at, j, N, S, GROUP, RUN)
-                            part = _less_zero(part, _along_run(v, j, S, GROUP, RUN, ALL), KIND, DTYPE, INTERPRETED)
+                        p = _weights(w_tile, e * PARTS, col0, k, ROW, BLOCK_W, RUN, TMA, EVEN)
+                        part = whole(p, DTYPE, INTERPRETED)
+                    z = None if zero_at is None else _read_groups(zero_at, k, N, S, GROUP, RUN)
+                    part = _less_zero(part, z, k, S, GROUP, RUN, ALL, KIND, DTYPE, INTERPRETED)
+                    x = _rows(a_tile, k, is_row, D, RUN, EVEN)
+                    if GROUP == 0:
+                        acc = dot_accumulate(part, x.T, acc, INTERPRETED)
+                    else:
+                        s = _along_run(_read_groups(scale_at, k, N, S, GROUP, RUN), k, S, GROUP, RUN, ALL)
+                        if ON_TILE:
+                            acc = dot_accumulate(_times(part, s, DTYPE, INTERPRETED), x.T, acc, INTERPRETED)
                         else:
-                            part = _less_zero(part, None, KIND, DTYPE, INTERPRETED)
-                        x = _rows(a_tile, j, is_row, D, RUN, EVEN)
-                        if GROUP == 0:
-                            acc = dot_accumulate(part, x.T, acc, INTERPRETED)
-                        else:
-                            v = _read_groups(scale_at, j, N, S, GROUP, RUN)
-                            s = _along_run(v, j, S, GROUP, RUN, ALL)
-                            if ON_TILE:
-                                acc = dot_accumulate(_times(part, s, DTYPE, INTERPRETED), x.T, acc, INTERPRETED)
-                            else:
-                                acc += dot_accumulate(part, x.T, tl.zeros_like(acc), INTERPRETED) * s
+                            acc += dot_accumulate(part, x.T, tl.zeros_like(acc), INTERPRETED) * s
 
         if GROUP == 0:
             acc *= tl.load(scale_at).to(tl.float32)[:, None]

@@ -2,8 +2,9 @@
 instructions, exactly. On the path of a token inside the kernel of `ops/narrow_gemm.py`, between a tile of weights and
 its dot.
 
-Each number depends on its own byte alone, so that any layout of a tile in registers will do. A float of a small integer
-is the integer under the exponent of the number whose last bit counts 1: 128 in bf16, 1024 in fp16.
+Each number depends on its own byte or word of four bytes alone, so that any layout of a tile in registers will do. A
+float of a small integer is the integer under the exponent of the number whose last bit counts 1: 128 in bf16, 1024 in
+fp16.
 """
 
 from __future__ import annotations
@@ -54,97 +55,58 @@ def _bytes_to_fp16(p):
     )
 
 
+def _eights_ptx(kind: str, dtype: str) -> str:
+    """PTX that makes eight floats of the half bytes of four bytes, those of half bytes j and j + 4 side by side. A code
+    of an integer gets the exponent of the number whose last bit counts 1 around it: 128 + code as bf16, 1024 + code as
+    fp16. Of e2m1 the bytes of a float are looked up by the magnitude's three bits; then the sign is added."""
+    lines = [".reg .b32 f<4>, s, h, l, t;"]
+    if kind == "int4":
+        lift = {"bf16": "0x43004300", "fp16": "0x64006400"}[dtype]
+        for j in range(4):
+            lines += [f"shr.u32 t, $8, {4 * j};"] if j else []
+            lines += [f"lop3.b32 f{j}, {'t' if j else '$8'}, 0x000F000F, {lift}, 0xEA;"]
+    else:
+        high = {"bf16": "0x3F3F3F00, 0x40404040", "fp16": "0x3E3C3800, 0x46444240"}[dtype]
+        lines += ["and.b32 s, $8, 0x77777777;", "prmt.b32 s, s, 0, 0x3120;"]
+        for j in range(4):
+            if j % 2 == 0:
+                lines += ["shr.u32 s, s, 16;"] if j else []
+                lines += [f"prmt.b32 h, {high}, s;"]
+                lines += ["prmt.b32 l, 0xC0800000, 0xC0804000, s;"] if dtype == "bf16" else ["mov.b32 l, 0;"]
+            lines += [f"prmt.b32 f{j}, l, h, {('0x6240', '0x7351')[j % 2]};"]
+            lines += [f"shl.b32 t, $8, {12 - 4 * j};"] if j < 3 else []
+            lines += [f"lop3.b32 f{j}, {'t' if j < 3 else '$8'}, 0x80008000, f{j}, 0xEA;"]
+    lines += [f"mov.b32 {{${2 * j}, ${2 * j + 1}}}, f{j};" for j in range(4)]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+if HAVE_TRITON:
+    EIGHTS = tl.constexpr(",".join(["=h"] * 8 + ["r"]))
+    INT4_BF16, INT4_FP16 = (tl.constexpr(_eights_ptx("int4", dtype)) for dtype in ("bf16", "fp16"))
+    E2M1_BF16, E2M1_FP16 = (tl.constexpr(_eights_ptx("fp4", dtype)) for dtype in ("bf16", "fp16"))
+
+
 @jit
-def _nibbles_to_bf16(p):
-    """Both halves of bytes as bf16, 128 + code."""
+def _eights_to_bf16(p, PTX: tl.constexpr):
     return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 t, u;
-        prmt.b32 t, $2, 0x43, 0x4140;
-        shr.u32 u, t, 4;
-        and.b32 $0, t, 0xFF0FFF0F;
-        lop3.b32 $1, u, 0x000F000F, 0x43004300, 0xEA;
-        }
-        """,
-        "=r,=r,r",
+        PTX,
+        EIGHTS,
         [p],
-        dtype=(tl.bfloat16, tl.bfloat16),
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
         is_pure=True,
-        pack=2,
+        pack=1,
     )
 
 
 @jit
-def _nibbles_to_fp16(p):
-    """Both halves of bytes as fp16, 1024 + code."""
+def _eights_to_fp16(p, PTX: tl.constexpr):
     return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 t, u;
-        prmt.b32 t, $2, 0x64, 0x4140;
-        shr.u32 u, t, 4;
-        and.b32 $0, t, 0xFF0FFF0F;
-        lop3.b32 $1, u, 0x000F000F, 0x64006400, 0xEA;
-        }
-        """,
-        "=r,=r,r",
+        PTX,
+        EIGHTS,
         [p],
-        dtype=(tl.float16, tl.float16),
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
         is_pure=True,
-        pack=2,
-    )
-
-
-@jit
-def _e2m1_to_bf16(p):
-    """Both halves of bytes, e2m1, as bf16: its high and its low byte looked up by the magnitude's three bits, then the
-    sign."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 s, h, l, t, u;
-        and.b32 s, $2, 0x7777;
-        prmt.b32 h, 0x3F3F3F00, 0x40404040, s;
-        prmt.b32 l, 0xC0800000, 0xC0804000, s;
-        prmt.b32 t, $2, 0, 0x1100;
-        shl.b32 u, t, 4;
-        prmt.b32 $0, l, h, 0x6240;
-        prmt.b32 $1, l, h, 0x7351;
-        lop3.b32 $0, u, 0x80008000, $0, 0xEA;
-        lop3.b32 $1, t, 0x80008000, $1, 0xEA;
-        }
-        """,
-        "=&r,=&r,r",
-        [p],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@jit
-def _e2m1_to_fp16(p):
-    """The same as fp16, whose low byte is 0."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 s, h, t, u;
-        and.b32 s, $2, 0x7777;
-        prmt.b32 h, 0x3E3C3800, 0x46444240, s;
-        prmt.b32 t, $2, 0, 0x1100;
-        shl.b32 u, t, 4;
-        prmt.b32 $0, h, 0, 0x2404;
-        prmt.b32 $1, h, 0, 0x3414;
-        lop3.b32 $0, u, 0x80008000, $0, 0xEA;
-        lop3.b32 $1, t, 0x80008000, $1, 0xEA;
-        }
-        """,
-        "=&r,=&r,r",
-        [p],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
+        pack=1,
     )
 
 
@@ -243,24 +205,29 @@ def quarters(a, b, c, KIND: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.c
 
 @jit
 def halves(p, KIND: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The numbers in the low and in the high halves of bytes, as DTYPE (interpreted: fp32), exact; codes of 4-bit
-    integers plus what exponent bits around them add."""
+    """The 128 numbers `[rows, 128]` of a span of half bytes, int32 `[rows, 16]`, as DTYPE (interpreted: fp32), exact;
+    codes of 4-bit integers plus what exponent bits around them add. Where a column lies: `ops/narrow_formats.py`."""
+    ROWS: tl.constexpr = p.shape[0]
     if INTERPRETED:
-        lo, hi = (p & 15).to(tl.int32), (p >> 4).to(tl.int32)
+        code = (p[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
         if KIND == "fp4":
-            lo, hi = _small_float(lo, 2, 1, 1), _small_float(hi, 2, 1, 1)
+            w = _small_float(code, 2, 1, 1)
         else:
-            lo, hi = lo.to(tl.float32), hi.to(tl.float32)
-    elif KIND == "fp4":
-        if DTYPE == tl.bfloat16:
-            lo, hi = _e2m1_to_bf16(p)
-        else:
-            lo, hi = _e2m1_to_fp16(p)
-    elif DTYPE == tl.bfloat16:
-        lo, hi = _nibbles_to_bf16(p)
+            w = code.to(tl.float32)
+        w = w.reshape(ROWS, 4, 4, 2, 2, 2).permute(0, 2, 4, 5, 1, 3)  # q, u, i, p, h to u, p, h, q, i
     else:
-        lo, hi = _nibbles_to_fp16(p)
-    return lo, hi
+        if KIND == "fp4":
+            if DTYPE == tl.bfloat16:
+                a, b, c, d, e, f, g, h = _eights_to_bf16(p, E2M1_BF16)
+            else:
+                a, b, c, d, e, f, g, h = _eights_to_fp16(p, E2M1_FP16)
+        elif DTYPE == tl.bfloat16:
+            a, b, c, d, e, f, g, h = _eights_to_bf16(p, INT4_BF16)
+        else:
+            a, b, c, d, e, f, g, h = _eights_to_fp16(p, INT4_FP16)
+        w = tl.join(tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(e, f), tl.join(g, h)))
+        w = w.reshape(ROWS, 4, 4, 2, 2, 2).permute(0, 2, 5, 4, 1, 3)  # q, u, i, h, p to u, p, h, q, i
+    return w.reshape(ROWS, 128)
 
 
 @jit

@@ -10,11 +10,13 @@ in plain torch. Beside the path of a token: `ops/narrow_gemm.py` multiplies by t
     nvfp4                   e2m1 · s · outer[L, N]                   float8_e4m3fn, per 16
     mxfp6_e2m3, mxfp6_e3m2  e2m3 or e3m2 · 2**(byte - 127)           as mxfp4
 
-Scales lie groups outside and channels inside, so that those of a tile of weights are read side by side. Byte 64·s + j
-of a row of 4-bit numbers (j < 64) holds column 128·s + j in its low half and column 128·s + 64 + j in its high half:
-each half byte of a tile is a run of columns, which meets a run of the token's. Rows are filled up with zeros to whole
-spans of 128. A 4-bit integer v is stored as v + 8; e2m1 is a sign, two bits of exponent and one of mantissa: its
-numbers are 0, 0.5, 1, 1.5, 2, 3, 4 and 6. e2m3 and e3m2, of a sign and five bits, end at 7.5 and 28.
+Scales lie groups outside and channels inside, so that those of a tile of weights are read side by side. Rows of 4-bit
+numbers are filled up with zeros to whole spans of 128 columns, 64 bytes, in which they lie as the tensor cores'
+registers take them: byte 16·q + 4·u + 2·i + p of a span (q, u < 4; i, p < 2) holds column 32·u + 16·p + 2·q + i in its
+low half, and the one 8 columns on in its high half. So a thread finds all its numbers of a span in 16 bytes on end, and
+those of one of its registers in half bytes j and j + 4 of a word, a shift and a mask away. A 4-bit integer v is stored
+as v + 8; e2m1 is a sign, two bits of exponent and one of mantissa: its numbers are 0, 0.5, 1, 1.5, 2, 3, 4 and 6. e2m3
+and e3m2, of a sign and five bits, end at 7.5 and 28.
 
 Four 6-bit codes share three bytes, whose columns lie 32 apart, so that a quarter of a span is one group: byte
 96·s + 32·p + j (p < 3, j < 32) holds the code of column 128·s + 32·p + j in its upper six bits, and in its lower two
@@ -35,6 +37,7 @@ from torch.nn import functional as F
 from epmoe.ops._triton import cdiv
 
 SPAN = 128  # columns that share 64 bytes, or 96
+NIBBLES = (4, 2, 2, 4, 2)  # u, p, h, q and i, of which column 32·u + 16·p + 8·h + 2·q + i of a span consists
 REAL_SCALES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -130,14 +133,16 @@ def pack_nibbles(codes: Tensor, fill: int) -> Tensor:
     """uint8 codes 0..15 `[..., K]` as bytes `[..., 64·ceil(K / 128)]`; `fill` is the code of the columns past K."""
     width = codes.shape[-1]
     padded = F.pad(codes, (0, -width % SPAN), value=fill)
-    halves = padded.unflatten(-1, (-1, 2, SPAN // 2))
-    return (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2).contiguous()
+    u_p_h_q_i = padded.unflatten(-1, (-1, *NIBBLES))
+    bytes_ = u_p_h_q_i[..., 0, :, :] | u_p_h_q_i[..., 1, :, :] << 4
+    return torch.movedim(bytes_, (-4, -3, -2, -1), (-3, -1, -4, -2)).flatten(-5).contiguous()
 
 
 def unpack_nibbles(packed: Tensor, width: int) -> Tensor:
     """The inverse of `pack_nibbles`: codes `[..., width]`, uint8."""
-    spans = packed.unflatten(-1, (-1, 1, SPAN // 2))
-    return torch.cat((spans & 15, spans >> 4), dim=-2).flatten(-3)[..., :width]
+    q_u_i_p = packed.unflatten(-1, (-1, 4, 4, 2, 2))
+    u_p_q_i = torch.movedim(q_u_i_p, (-4, -3, -2, -1), (-2, -4, -1, -3))
+    return torch.stack((u_p_q_i & 15, u_p_q_i >> 4), -3).flatten(-6)[..., :width]
 
 
 def pack_sixes(codes: Tensor) -> Tensor:

@@ -45,7 +45,8 @@ def _launch(
         a.device, a.dtype, scheme, num_local, w.shape[1], a.shape[1], w.data_ptr() % 16 == 0, max_rows, expected,
         expected_m, epilogue.gated,
     )  # fmt: skip
-    weights: Any = w if plan.descriptor is None else TensorDescriptor(w, *plan.descriptor)
+    values = w.view(torch.int32) if narrow_format(scheme).bits == 4 else w
+    weights: Any = values if plan.descriptor is None else TensorDescriptor(values, *plan.descriptor)
     with on_device_of(a):
         narrow_gemm_kernel[(plan.programs,)](
             a,
@@ -91,6 +92,10 @@ def _check(
         raise ValueError(
             f"w is {w.dtype} {tuple(w.shape)} with strides {w.stride()}: must be contiguous {form.dtype} [L, N, {row}] "
             f"for scheme={scheme!r} and rows a of {width}"
+        )
+    if form.bits == 4 and w.data_ptr() % 4:
+        raise ValueError(
+            f"w begins {w.data_ptr() % 4} bytes past a multiple of 4, and 4-bit numbers are read in words of 4"
         )
     num_local, n, _ = w.shape
     per_group = (num_local, form.groups(width), n)

@@ -13,7 +13,6 @@ from epmoe.ops._configs import GemmConfig, WgradConfig, _has_gluon
 from epmoe.ops._few_rows_configs import FewRowsConfig
 from epmoe.ops._narrow_configs import NarrowConfig
 from epmoe.ops._scaled_configs import ScaledConfig, runs_gluon
-from epmoe.ops.narrow_formats import SPAN, narrow_format
 from epmoe.tuning.problems import Problem
 
 SOME_ROWS = (32, 256)  # between these, either of the two kernels of unquantized rows may be the faster
@@ -87,7 +86,7 @@ def _scaled(problem: Problem, chosen: ScaledConfig) -> Changes:
     return [
         {"gluon": not chosen.gluon},
         {"num_stages": stages - 1},
-        {"num_stages": stages + 1},
+        *([{"num_stages": stages + 1}] if chosen.unroll == 1 else []),  # a stage holds so many steps
         *([{"block_m": m // 2}] if m > 16 and m >= 2 * problem.rows else []),
         *([{"block_m": 2 * m}] if m < 64 and 2 * problem.rows > m else []),
         {"num_warps": 12 - chosen.num_warps},
@@ -97,7 +96,7 @@ def _scaled(problem: Problem, chosen: ScaledConfig) -> Changes:
 
 def _narrow(problem: Problem, chosen: NarrowConfig) -> Changes:
     """Whether scales multiply weights or sums stays as the rule has it: that decides how results are rounded."""
-    t, stages, spans = chosen.block_t, chosen.num_stages, chosen.spans
+    t, stages = chosen.block_t, chosen.num_stages
     fewer, more = {"num_stages": stages - 1}, {"num_stages": stages + 1}
     if t > 64:  # instructions that widen a tile are shared by its rows: tiles are large, and stages what is left
         return [
@@ -107,19 +106,16 @@ def _narrow(problem: Problem, chosen: NarrowConfig) -> Changes:
             {"block_t": 64},
             more,
         ]
-    # as many columns under way, in longer or shorter steps
-    longer = {"spans": 2, "num_stages": max(2, stages - 1)} if problem.K % (2 * SPAN) == 0 else {}
-    if narrow_format(problem.scheme).bits == 8:
-        longer = {}  # a step would be 256 bytes of a row: twice what descriptors were tried with
-    wide = {"block_w": 128, "num_warps": 8} if chosen.block_w < 128 else {"block_w": 64, "num_warps": 4}
+    narrow = chosen.block_w < 128
+    other = {"block_w": 128 if narrow else 64, "num_warps": 4, "num_stages": 3 if narrow else 4, "registers": 0}
     return [
-        {"spans": 1, "num_stages": stages + 1} if spans > 1 else longer,
         more,
+        *([fewer] if stages > 2 else []),
         *([{"block_t": t // 2}] if t > 16 and t >= 2 * problem.rows else []),
-        *([{"block_t": 2 * t}] if t < 64 and 2 * problem.rows > t else []),
-        fewer,
-        wide,
-        {"num_warps": 12 - chosen.num_warps},
+        *([{"block_t": 2 * t, "registers": 0}] if t < 64 and 2 * problem.rows > t else []),
+        other,
+        {"registers": 0} if chosen.registers else {"registers": 128},
+        {"num_warps": 12 - chosen.num_warps, "registers": 0},
     ]
 
 

@@ -376,26 +376,36 @@ def test_what_does_not_fit_is_named(seed):
         narrow_grouped_gemm(n.a, *n.narrow[:3], None, None, *n.rows, "nvfp4")
 
 
-@pytest.mark.parametrize("d", [512, 384], ids=["whole-steps", "half-a-step-over"])
-@pytest.mark.parametrize("scheme", ["int4_g128", "int4_channel", "mxfp4", "mxfp6_e2m3"])
-def test_two_spans_a_step_give_the_bits_of_one(scheme, d, device, seed, configure):
-    c, given = case([3, 0, 2], 40, d, scheme, device, seed, zeros=scheme in INTEGERS), []
-    for spans in (1, 2):
-        configure(lambda *args, spans=spans: NarrowConfig(16, 64, 4, 3, on_tile=scheme.startswith("mx"), spans=spans))
-        given.append(check_gemm(c)[c.owned])
-    assert torch.equal(*given)
-
-
-def test_a_gpu_takes_two_spans_a_step_for_few_rows_of_many_channels_in_four_bits_and_short_groups():
-    def chosen(scheme: str, rows: int, d: int, n: int = 4096) -> tuple[int, int]:
-        config = narrow_config(torch.device("cpu"), scheme, rows, n, d, False, False)
-        return config.spans, config.num_stages
+def test_a_gpu_takes_wide_tiles_for_few_rows_and_where_four_bits_are_integers_as_many_registers_as_four_programs_have():
+    def chosen(scheme: str, rows: int, d: int = 2048) -> tuple[int, int, int, int]:
+        config = narrow_config(torch.device("cpu"), scheme, rows, 4096, d, False, False)
+        return config.block_t, config.block_w, config.num_stages, config.registers
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_narrow_configs, "_has_roomy_sms", lambda device: True)
         narrow_config.cache_clear()
-        assert chosen("nvfp4", 1, 2048) == chosen("mxfp4", 20, 7168) == (2, 3)
-        for scheme, d in (("int8_channel", 2048), ("int4_g128", 2048), ("mxfp4", 1408), ("mxfp6_e2m3", 2048)):
-            assert chosen(scheme, 1, d) == (1, 4)
-        assert chosen("mxfp4", 1, 2048, n=1536) == (1, 4) and chosen("mxfp4", 64, 2048)[0] == 1
+        for scheme in ("int4_g32", "int4_g128", "int4_channel"):
+            assert chosen(scheme, 1) == chosen(scheme, 12) == (16, 128, 3, 128)
+            assert chosen(scheme, 4, 7168) == (16, 128, 4, 128) and chosen(scheme, 24) == (32, 128, 3, 168)
+        for scheme in ("mxfp4", "nvfp4"):  # where few experts have rows, small tiles are the more
+            assert chosen(scheme, 1) == (16, 64, 4, 0) and chosen(scheme, 2) == (16, 128, 3, 0)
+        for scheme in ("int8_channel", "mxfp6_e2m3"):
+            assert chosen(scheme, 1) == (16, 128, 3, 0)
     narrow_config.cache_clear()
+
+
+@pytest.mark.parametrize("registers", [0, 128])
+def test_the_registers_of_a_choice_reach_the_compiler(registers, configure):
+    configure(lambda *args: NarrowConfig(16, 128, 4, 3, registers=registers))
+    plan = _narrow_configs.narrow_plan(
+        torch.device("cpu"), torch.bfloat16, "int4_g128", 2, 256, 512, True, 32, 16, None, False
+    )
+    assert plan.constants.get("maxnreg", 0) == registers
+
+
+def test_words_of_four_bit_numbers_begin_at_words(seed):
+    n = case([2, 3], 48, 160, "int4_g32", "cpu", seed)
+    w, *others = n.narrow
+    moved = torch.cat((w.new_zeros(1), w.flatten()))[1:].view(w.shape)
+    with pytest.raises(ValueError, match="multiple of 4"):
+        narrow_grouped_gemm(n.a, moved, *others, None, *n.rows, "int4_g32")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from epmoe.ops import _narrow_widen
-from epmoe.ops._narrow_widen import _sixes_ptx
+from epmoe.ops._narrow_widen import _eights_ptx, _sixes_ptx
 from epmoe.ops.narrow_formats import numbers_of, pack_sixes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,6 +48,9 @@ def carried_out(ptx: str, inputs: list[int], outputs: int) -> list[int]:
             continue
         name, operands = line.split(None, 1)
         to, *sources = (operand.strip() for operand in operands.split(","))
+        if name == "mov.b32" and len(sources) == 2:  # a register in two
+            state[to], state[sources[0]] = state[sources[1]] & 0xFFFF, state[sources[1]] >> 16
+            continue
         a = [state[s] if s in state else int(s, 0) for s in sources]
         kind = "bf16" if "bf16" in name else "fp16"
         match name.split(".")[0]:
@@ -111,9 +114,11 @@ def test_half_bytes_become_codes_under_an_exponent_and_small_floats(dtype: str) 
     lift = {"bf16": 128.0, "fp16": 1024.0}[dtype]
     numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     numbers += [-x for x in numbers]
-    for byte in range(256):
-        other = byte * 7 % 256
-        for name, meaning in (("_nibbles_to", [lift + code for code in range(16)]), ("_e2m1_to", numbers)):
-            low, high = (floats(r, dtype) for r in carried_out(assembly(f"{name}_{dtype}"), [byte | other << 8], 2))
-            assert low == [meaning[byte & 15], meaning[other & 15]]
-            assert high == [meaning[byte >> 4], meaning[other >> 4]]
+    for first in range(256):
+        bytes_ = [(first + 75 * place) * (2 * place + 1) % 256 for place in range(4)]
+        codes = [code for byte in bytes_ for code in (byte & 15, byte >> 4)]
+        word = int.from_bytes(bytes(bytes_), "little")
+        for kind, meaning in (("int4", [lift + code for code in range(16)]), ("fp4", numbers)):
+            halves = carried_out(_eights_ptx(kind, dtype), [word], 8)
+            got = [floats(half, dtype)[0] for half in halves]
+            assert got == [meaning[codes[j + 4 * i]] for j in range(4) for i in range(2)]

@@ -54,8 +54,9 @@ def column(q: NarrowWeights, e: int, n: int, k: int) -> float:
         number = (-1.0 if code >= 32 else 1.0) * six_bit_number(form.kind, code % 32)
     else:
         span, within = divmod(k, 128)
-        byte = int(value[e, n, 64 * span + within % 64])
-        code = byte & 15 if within < 64 else byte >> 4
+        u, p, h, lane, i = within // 32, within // 16 % 2, within // 8 % 2, within // 2 % 4, within % 2
+        byte = int(value[e, n, 64 * span + 16 * lane + 4 * u + 2 * i + p])
+        code = byte >> 4 if h else byte & 15
         number = E2M1[code] if form.kind == "fp4" else code - 8.0
     s = k // form.group if form.group else 0
     if q.zeros is not None:
