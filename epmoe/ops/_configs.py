@@ -124,9 +124,10 @@ def gemm_config(
         return GemmConfig(128, 128, 64, 8, num_warps=8, num_stages=4)
     # TFLOP/s of Triton and Gluon, equal and uneven experts: 702 and 708, 555 and 653 for 32 x 256 rows, N 4096, K 7168;
     # 653 and 668, 534 and 625 for 128 x 256, 1536, 2048; 768 and 717, 705 and 684 for 32 x 1024, 7168, 2048.
-    # Up to 128 rows Triton again. Tiles of 128 × 128 in programs of their own take longer, µs for 128 experts of 128
-    # rows: 402 and 271 for gated 1536, 2048; 181 and 137 for 2048, 768.
-    gluon = 128 < rows_per_expert <= 512 and _has_gluon(device)
+    # From 65 to 128 rows Triton again; tiles of 128 × 128 in programs of their own take longer, µs for 128 experts of
+    # 128 rows: 402 and 271 for gated 1536, 2048; 181 and 137 for 2048, 768. Fewer come here from `few_rows_config`.
+    few = not gated and 48 < rows_per_expert <= 64
+    gluon = (few or 128 < rows_per_expert <= 512) and _has_gluon(device)
     return GemmConfig(128, 256, 64, 8, num_warps=8, num_stages=3 if gated else 4, flatten=True, gluon=gluon)
 
 

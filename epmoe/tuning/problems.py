@@ -152,7 +152,7 @@ def rule(problem: Problem, device: torch.device) -> Any:
     if problem.scheme != "none":
         gathered = problem.op.endswith("_act")
         return scaled_config(device, problem.scheme == "fp8_block", rows, n, k, problem.gated, gathered)
-    few = few_rows_config(device, rows, L, n, k, problem.gated)
+    few = few_rows_config(device, rows, L, n, k, problem.gated, problem.transpose)
     return few or gemm_config(device, problem.dtype, rows, n, k, problem.gated)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from types import SimpleNamespace
 
@@ -241,13 +242,25 @@ def plan(dtype=torch.bfloat16, shape=(128, 1536, 2048), rows=8, expected_m=None,
     )
 
 
+def test_long_rows_of_half_a_tile_are_left_to_the_gluon_kernel_where_it_runs(on_gpu, monkeypatch):
+    def taken(rows, shape=(128, 4096, 1536), gated=False, **options):
+        return plan(shape=shape, rows=shape[0] * rows, gated=gated, **options) is not None
+
+    assert taken(64)
+    monkeypatch.setattr(_few_rows_configs, "_has_gluon", lambda device: True)
+    _few_rows_configs.few_rows_config.func.cache_clear()
+    assert not taken(64) and not taken(49) and taken(48)
+    assert taken(64, gated=True) and taken(64, transpose=True)
+    assert taken(64, shape=(128, 2048, 768)) and taken(64, shape=(8, 4096, 14336))
+
+
 @pytest.fixture
 def on_gpu(monkeypatch):
     """Plans as a GPU of 132 multiprocessors gets them."""
     few_rows_config = _few_rows_configs.few_rows_config
     few_rows_config.cache_clear()
     monkeypatch.setattr(_few_rows_configs, "_num_sms", lambda device: 132)
-    monkeypatch.setattr(_few_rows_configs, "few_rows_config", lambda *args: few_rows_config(*args, interpret=False))
+    monkeypatch.setattr(_few_rows_configs, "few_rows_config", functools.partial(few_rows_config, interpret=False))
     yield
     few_rows_config.cache_clear()
     few_rows_plan.cache_clear()

@@ -73,7 +73,8 @@ def test_a_plan_is_for_what_tensor_descriptors_can_reach(known):
 
 
 def test_the_kernel_is_chosen_for_16_bits_and_where_it_was_measured_to_be_the_faster(known):
-    assert [rows for rows in (64, 128, 129, 512, 513) if plan(rows=rows) is not None] == [129, 512]
+    assert [rows for rows in (48, 64, 65, 128, 129, 512, 513) if plan(rows=rows) is not None] == [64, 129, 512]
+    assert plan(rows=64, gated=True) is None
     assert plan(dtype=torch.float16) is not None and plan(dtype=torch.float32) is None
 
 

@@ -41,7 +41,7 @@ def overlapped(monkeypatch):
 
     def by(first, second):
         few_rows_plan.cache_clear()
-        choose = lambda device, rows, tiles, n, k, gated, **options: first if gated else second  # noqa: E731
+        choose = lambda device, rows, tiles, n, k, gated, *_: first if gated else second  # noqa: E731
         monkeypatch.setattr(_few_rows_configs, "few_rows_config", choose)
 
     monkeypatch.setattr(module, "_launch_overlapped", counted)
