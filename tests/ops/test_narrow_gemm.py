@@ -387,6 +387,7 @@ def test_a_gpu_takes_wide_tiles_for_few_rows_and_where_four_bits_are_integers_as
         for scheme in ("int4_g32", "int4_g128", "int4_channel"):
             assert chosen(scheme, 1) == chosen(scheme, 12) == (16, 128, 3, 128)
             assert chosen(scheme, 4, 7168) == (16, 128, 4, 128) and chosen(scheme, 24) == (32, 128, 3, 168)
+            assert chosen(scheme, 48) == (32, 128, 4, 0)
         for scheme in ("mxfp4", "nvfp4"):  # where few experts have rows, small tiles are the more
             assert chosen(scheme, 1) == (16, 64, 4, 0) and chosen(scheme, 2) == (16, 128, 3, 0)
         for scheme in ("int8_channel", "mxfp6_e2m3"):
