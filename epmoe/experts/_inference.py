@@ -8,8 +8,8 @@ intermediate size, L local experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from epmoe.ops.quantize import quantize, quantize_into, row_format
 from epmoe.ops.quantize_by import quantize_by, quantize_by_into
 from epmoe.ops.scaled_gemm import scaled_grouped_gemm, scaled_grouped_gemm_act
 from epmoe.ops.scaled_gemm_into import scaled_grouped_gemm_act_into, scaled_grouped_gemm_into
+
+Quantized: TypeAlias = tuple[Tensor, Tensor]  # values and scales
 
 
 class InferencePath:
@@ -169,80 +171,63 @@ class ScaledPath(InferencePath):
         weight_in: Tensor | None,
         space: Workspace | None = None,
     ) -> Tensor:
-        if space is not None:
-            return self._mlp_into(space, x, x_scale, weights, rows, span, weight_in)
         spec, scheme = self.spec, self.spec.scheme
         assert scheme is not None
         w1, w2, s1, s2 = weights.gate_up_proj, weights.down_proj, weights.gate_up_scale, weights.down_scale
         assert s1 is not None and s2 is not None
         start, end, index, divisor, n, expected_m = rows
         last = end[-1:] if span == n else end
+        into_x, into_act, into_a, y = self._carved(space, x.shape[0], n)
         if (fixed := weights.gate_up_input_scale) is not None:
             of_pairs, weight_in = _apart(weight_in, index)
-            x, x_scale = quantize_by(x, fixed, start, end, scheme, index, divisor, of_pairs)
+            by = (fixed, start, end, scheme, index, divisor, of_pairs)
+            x, x_scale = _made(quantize_by, quantize_by_into, into_x, x, *by)
             index, divisor = None, 1
         elif x_scale is None:  # of rows in their places only those of a segment: the others may hold anything
-            x, x_scale = quantize(x, scheme) if index is not None else quantize(x, scheme, last, span)
-        act = (spec.activation.name, spec.activation.alpha, spec.activation.limit)
+            covered = () if index is not None else (last, span)
+            x, x_scale = _made(quantize, quantize_into, into_x, x, scheme, *covered)
         fused, product = scheme == "fp8_block", "fp8_block" if row_format(scheme).group else scheme
-        a, a_scale = scaled_grouped_gemm_act(
-            x, x_scale, w1, s1, weights.gate_up_bias, start, end, index, divisor, n, weight_in, *act, product,
-            spec.dtype, fused, expected_m, *spec.block,
-        )  # fmt: skip
-        del x, x_scale
-        if weights.down_input_scale is not None:
-            a, a_scale = quantize_by(a, weights.down_input_scale, start, end, scheme)
+        act = (spec.activation.name, spec.activation.alpha, spec.activation.limit, product, spec.dtype)
+        gemm1 = (x, x_scale, w1, s1, weights.gate_up_bias, start, end, index, divisor)
+        if into_act is None:
+            a, a_scale = scaled_grouped_gemm_act(*gemm1, n, weight_in, *act, fused, expected_m, *spec.block)
+        else:
+            a, a_scale = into_act
+            scaled_grouped_gemm_act_into(a, a_scale if fused else None, *gemm1, weight_in, *act, expected_m, spec.block)
+        del x, x_scale, gemm1
+        if (fixed := weights.down_input_scale) is not None:
+            a, a_scale = _made(quantize_by, quantize_by_into, into_a, a, fixed, start, end, scheme)
         elif not fused:
-            a, a_scale = quantize(a, scheme, last, span)
-        return scaled_grouped_gemm(
-            a, a_scale, w2, s2, weights.down_bias, start, end, None, 1, n, product, spec.dtype, expected_m, *spec.block
-        )
+            a, a_scale = _made(quantize, quantize_into, into_a, a, scheme, last, span)
+        gemm2 = (a, a_scale, w2, s2, weights.down_bias, start, end, None, 1)
+        if y is None:
+            return scaled_grouped_gemm(*gemm2, n, product, spec.dtype, expected_m, *spec.block)
+        scaled_grouped_gemm_into(y, *gemm2, product, expected_m, spec.block)
+        return y
 
-    def _mlp_into(
-        self,
-        space: Workspace,
-        x: Tensor,
-        x_scale: Tensor | None,
-        weights: ExpertWeights,
-        rows: Rows,
-        span: int,
-        weight_in: Tensor | None,
-    ) -> Tensor:
-        """`_mlp` by the same steps, of which none allocates."""
-        spec, scheme = self.spec, self.spec.scheme
-        assert scheme is not None
-        w1, w2, s1, s2 = weights.gate_up_proj, weights.down_proj, weights.gate_up_scale, weights.down_scale
-        assert s1 is not None and s2 is not None
-        start, end, index, divisor, n, expected_m = rows
-        last = end[-1:] if span == n else end
-        first, second, result = self._parts(x.shape[0], n)
-        early, late = space.take(self.workspace_shapes(x.shape[0], n)[:2])
+    def _carved(
+        self, space: Workspace | None, num_rows: int, num_pairs: int
+    ) -> tuple[Quantized | None, Quantized | None, Quantized | None, Tensor | None]:
+        """Where in `space` the steps of `_mlp` write: quantized rows, what GEMM1 gives, what GEMM2 reads, y; None each
+        without a workspace."""
+        if space is None:
+            return None, None, None, None
+        first, second, result = self._parts(num_rows, num_pairs)
+        early, late = space.take(self.workspace_shapes(num_rows, num_pairs)[:2])
         values, scales, *wide = carved(early, first)
         a, a_scale = carved(late, second)
         (y,) = carved(early, [result])  # over what GEMM2 no longer reads
-        if (fixed := weights.gate_up_input_scale) is not None:
-            of_pairs, weight_in = _apart(weight_in, index)
-            quantize_by_into(values, scales, x, fixed, start, end, scheme, index, divisor, of_pairs)
-            x, x_scale = values, scales
-            index, divisor = None, 1
-        elif x_scale is None:
-            covered = () if index is not None else (last, span)
-            quantize_into(values, scales, x, scheme, *covered)
-            x, x_scale = values, scales
-        act = (spec.activation.name, spec.activation.alpha, spec.activation.limit)
-        fused, product = scheme == "fp8_block", "fp8_block" if row_format(scheme).group else scheme
-        scaled_grouped_gemm_act_into(
-            a if fused else wide[0], a_scale if fused else None, x, x_scale, w1, s1, weights.gate_up_bias, start, end,
-            index, divisor, weight_in, *act, product, spec.dtype, expected_m, spec.block,
-        )  # fmt: skip
-        if weights.down_input_scale is not None:
-            quantize_by_into(a, a_scale, wide[0], weights.down_input_scale, start, end, scheme)
-        elif not fused:
-            quantize_into(a, a_scale, wide[0], scheme, last, span)
-        scaled_grouped_gemm_into(
-            y, a, a_scale, w2, s2, weights.down_bias, start, end, None, 1, product, expected_m, spec.block
-        )
-        return y
+        return (values, scales), (wide[0] if wide else a, a_scale), (a, a_scale), y
+
+
+def _made(
+    op: Callable[..., Quantized], op_into: Callable[..., None], into: Quantized | None, *operands: Any
+) -> Quantized:
+    """What `op` gives; by `op_into` in the caller's buffers, where there are some."""
+    if into is None:
+        return op(*operands)
+    op_into(*into, *operands)
+    return into
 
 
 def _apart(weight_in: Tensor | None, index: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
