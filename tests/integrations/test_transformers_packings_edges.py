@@ -144,6 +144,19 @@ def test_weights_that_another_scheme_holds_are_read_once(seed, tmp_path, monkeyp
     assert read and all(count == stored[name].nbytes for name, count in read.items())
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_biases_and_input_scales_of_experts_are_read_once(fused, seed, tmp_path, monkeypatch):
+    narrow, _, _, stored = write("Llama 4" if fused else "Qwen3-MoE", MODELOPT, fp8_of_tensors(2**-7), tmp_path, seed)
+    stems = [name.removesuffix("weight") for name in stored if ".experts." in name and name.endswith("_proj.weight")]
+    stored = together(stored) if fused else stored | {f"{stem}bias": torch.zeros(1) for stem in stems}
+    save_file(stored, narrow / SINGLE)
+    monkeypatch.setattr(files, "safe_open", Counted.open)
+    monkeypatch.setattr(Counted, "read", Counter(), raising=False)
+    from_pretrained(narrow, quant=QuantConfig("fp8_row", scales="static", down_scales="static"), progress=False)
+    beside = {n: t.nbytes for n, t in stored.items() if ".experts." in n and n.endswith(("bias", "input_scale"))}
+    assert beside and {name: Counted.read[name] for name in beside} == beside
+
+
 def test_scales_keep_their_dtype(seed, tmp_path):
     def pack(dtype: torch.dtype) -> Any:
         def of(stem: str, w: Tensor, generator: torch.Generator) -> Any:

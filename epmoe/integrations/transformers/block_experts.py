@@ -9,6 +9,7 @@ E experts, H hidden size, I expert intermediate size.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -65,35 +66,105 @@ class BlockExperts:
         """How the names of these tensors begin on disk, and of their scales, and of no others."""
         return [part.partition("{}")[0] for parts in self.sources.values() for part in parts]
 
-    def row(self, our: str, expert: int, dtype: torch.dtype, order: Tensor | None = None) -> Tensor:
-        """One expert's tensor in our layout and `dtype`; reads its bytes alone.
+    def tensors(self, expert: int) -> dict[str, ExpertTensor]:
+        """One expert's tensors by our names, looked up and not yet read.
+
+        Raises:
+            ValueError: the expert has biases, and the preset none.
+        """
+        return {our: self._tensor(our, expert) for our in self.sources}
+
+    def scale_dtype(self) -> str | None:
+        """Of the scales of integers, as `QuantConfig` calls it; None where the experts are something else."""
+        (name, packing), *_ = self._tensor("down_proj", 0).matrices
+        if not isinstance(packing, WithIntegers):
+            return None
+        return SCALE_KINDS.get(self.files.kind(part_of(name, packing.scales)))
+
+    def input_scales(self, our: str, experts: Iterable[int]) -> Tensor | None:
+        """The fixed scales of what `our` projection of `experts` multiplies, one for each, the larger of gate's and
+        up's; None where the checkpoint has none.
+
+        Raises:
+            ValueError: it has those of other experts alone.
+        """
+        found, missing = [], []
+        together = "{}" not in self.sources[our][0]
+        raw = functools.cache(self.files.raw)  # what is of all experts together is read once
+        for expert in experts:
+            names = [part_of(part.format(expert), "input_scale") for part in self.sources[our]]
+            if absent := [name for name in names if name not in self.files.names]:
+                missing += absent
+                continue
+            scales = [raw(name).float() for name in names]
+            each = [scale[expert] if together and scale.numel() > 1 else scale for scale in scales]
+            found.append(torch.stack([scale.max() for scale in each]).max())
+        if found and missing:
+            raise ValueError(
+                f"{self.files.directory}: {missing[0]!r} is missing, and other experts have theirs: leave "
+                "QuantConfig.scales and down_scales 'dynamic' to scale each row by itself"
+            )
+        return torch.stack(found) if found else None
+
+    def _tensor(self, our: str, expert: int) -> ExpertTensor:
+        parts = self.sources[our]
+        together, names = "{}" not in parts[0], [part.format(expert) for part in parts]
+        if not together:
+            for name in names:
+                self._refuse_bias(part_of(name, "bias"))
+        matrices = tuple((name, packing_of(self.files, name) or PLAIN) for name in names)
+        return ExpertTensor(self.files, self.preset, our, matrices, expert if together else None)
+
+    def _refuse_bias(self, name: str) -> None:
+        if name in self.files.names and bool(self.files.raw(name).any()):
+            raise ValueError(
+                f"{self.files.names[name]}: {name!r} is not all zeros, and experts of preset {self.preset.family!r} "
+                "have no biases"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertTensor:
+    """One tensor of one expert on disk.
+
+    Attributes:
+        our: `gate_up_proj`, `down_proj`, `gate_up_bias` or `down_bias`.
+        matrices: what it is stacked of by rows, name and way of each.
+        one: the expert, where a matrix is a tensor over all of them; None: the matrices are its own.
+    """
+
+    files: CheckpointFiles
+    preset: Preset
+    our: str
+    matrices: tuple[tuple[str, Packing], ...]
+    one: int | None
+
+    def row(self, dtype: torch.dtype, order: Tensor | None = None) -> Tensor:
+        """The tensor in our layout and `dtype`; reads its bytes alone.
 
         Args:
-            our: `gate_up_proj`, `down_proj`, `gate_up_bias` or `down_bias`.
             order: of gate's and up's channels; None: as on disk.
         """
-        tensors = self.preset.tensors
+        tensors, one = self.preset.tensors, self.one
         rows = []
-        for name, packing, one in self._held(our, expert):
+        for name, packing in self.matrices:
             if isinstance(packing, Scaled) and tensors.transposed and one is not None:
-                self._refuse_flat_scales(name, packing, expert)
+                self._refuse_flat_scales(name, packing)
             row = packing.wide(self.files, name, dtype, one)
             lies = dataclasses.replace(tensors, transposed=False) if packing.oriented else tensors
-            rows.append(row if one is None else to_ours(lies, our, row))
+            rows.append(row if one is None else to_ours(lies, self.our, row))
         row = torch.cat(rows) if len(rows) > 1 else rows[0]
-        return row if order is None or our != "gate_up_proj" else row[_of_both(order)]
+        return row if order is None or self.our != "gate_up_proj" else row[_of_both(order)]
 
     def kept(
         self,
-        our: str,
-        expert: int,
         scheme: str | None,
         block: tuple[int, int] = BLOCK,
         order: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> dict[str, Tensor] | None:
-        """One expert's values and scales with the bits that they have on disk, by our names, for a layer that holds
-        `scheme`; None where they mean something else there.
+        """Its values and scales with the bits that they have on disk, by our names, for a layer that holds `scheme`;
+        None where they mean something else there.
 
         FP8 tiles of `block` that end where gate and up do; FP8 and INT8 channels; narrow weights.
 
@@ -104,21 +175,20 @@ class BlockExperts:
         Raises:
             ValueError: weights of that scheme whose columns are in an order of their own.
         """
-        held = self._held(our, expert)
-        if all(isinstance(packing, Narrow) for _, packing, _ in held):
-            return self._kept_narrow(our, expert, scheme, order, torch.device(device))
-        tensors, (_, eight, one) = self.preset.tensors, held[0]
+        if all(isinstance(packing, Narrow) for _, packing in self.matrices):
+            return self._kept_narrow(scheme, order, torch.device(device))
+        tensors, one, (_, eight) = self.preset.tensors, self.one, self.matrices[0]
         if one is not None and (tensors.transposed or tensors.interleaved):
             return None
-        if not isinstance(eight, Scaled) or any(packing is not eight for _, packing, _ in held):
+        if not isinstance(eight, Scaled) or any(packing is not eight for _, packing in self.matrices):
             return None
         if scheme is None or scheme not in eight.schemes:
             return None
         form = row_format(scheme)
         if form.group and self.files.stored.block != block:
             return None
-        values = [eight.read(self.files, name, one) for name, _, one in held]
-        scales = [eight.scale(self.files, name, one).float() for name, _, one in held]
+        values = [eight.read(self.files, name, one) for name, _ in self.matrices]
+        scales = [eight.scale(self.files, name, one).float() for name, _ in self.matrices]
         if any(value.dtype != form.dtype for value in values):
             return None
         pairs = list(zip(values, scales, strict=True))
@@ -134,69 +204,25 @@ class BlockExperts:
             if scheme == "fp8_block_ue8m0" and any((s.frexp().mantissa != 0.5).any() for s in scales):
                 return None
         bits = torch.cat([value.view(torch.uint8) for value in values]).view(form.dtype)
-        return {our: bits, f"{our}_scale_inv": torch.cat(scales)}
+        return {self.our: bits, f"{self.our}_scale_inv": torch.cat(scales)}
 
-    def order(self, expert: int, scheme: str | None) -> Tensor | None:
-        """The order of an expert's activation channels in a layer that keeps its down projection in `scheme`: a group
-        of activation-ordered columns lies together only if what they meet is sorted alike."""
-        (name, packing, one), *_ = self._held("down_proj", expert)
-        if one is not None or not isinstance(packing, Narrow) or packing.scheme(self.files, name) != scheme:
+    def order(self, scheme: str | None) -> Tensor | None:
+        """The order of the expert's activation channels in a layer that keeps this, its down projection, in `scheme`: a
+        group of activation-ordered columns lies together only if what they meet is sorted alike."""
+        (name, packing), *_ = self.matrices
+        if self.one is not None or not isinstance(packing, Narrow) or packing.scheme(self.files, name) != scheme:
             return None
         return packing.order(self.files, name)
 
-    def scale_dtype(self) -> str | None:
-        """Of the scales of integers, as `QuantConfig` calls it; None where the experts are something else."""
-        name, packing, _ = self._held("down_proj", 0)[0]
-        if not isinstance(packing, WithIntegers):
+    def called(self) -> str | None:
+        """The ways in which it is held, as messages call them; None: in plain numbers."""
+        if all(packing is PLAIN for _, packing in self.matrices):
             return None
-        return SCALE_KINDS.get(self.files.kind(part_of(name, packing.scales)))
+        return " and ".join(dict.fromkeys(packing.called(self.files, name) for name, packing in self.matrices))
 
-    def called(self, our: str, expert: int) -> str | None:
-        """The ways in which `our` tensor of an expert is held, as messages call them; None: in plain numbers."""
-        held = self._held(our, expert)
-        if all(packing is PLAIN for _, packing, _ in held):
-            return None
-        return " and ".join(dict.fromkeys(packing.called(self.files, name) for name, packing, _ in held))
-
-    def input_scales(self, our: str, experts: Iterable[int]) -> Tensor | None:
-        """The fixed scales of what `our` projection of `experts` multiplies, one for each, the larger of gate's and
-        up's; None where the checkpoint has none.
-
-        Raises:
-            ValueError: it has those of other experts alone.
-        """
-        found, missing = [], []
-        for expert in experts:
-            names = [part_of(part.format(expert), "input_scale") for part in self.sources[our]]
-            if absent := [name for name in names if name not in self.files.names]:
-                missing += absent
-                continue
-            scales = [self.files.raw(name).float() for name in names]
-            together = "{}" not in self.sources[our][0]
-            each = [scale[expert] if together and scale.numel() > 1 else scale for scale in scales]
-            found.append(torch.stack([scale.max() for scale in each]).max())
-        if found and missing:
-            raise ValueError(
-                f"{self.files.directory}: {missing[0]!r} is missing, and other experts have theirs: leave "
-                "QuantConfig.scales and down_scales 'dynamic' to scale each row by itself"
-            )
-        return torch.stack(found) if found else None
-
-    def _held(self, our: str, expert: int) -> list[tuple[str, Packing, int | None]]:
-        """The matrices of an expert that `our` tensor is made of: name, way, and which of a tensor over all it is."""
-        found = []
-        for part in self.sources[our]:
-            name, one = part.format(expert), None if "{}" in part else expert
-            if one is None:
-                self._refuse_bias(part_of(name, "bias"))
-            found.append((name, packing_of(self.files, name) or PLAIN, one))
-        return found
-
-    def _kept_narrow(
-        self, our: str, expert: int, scheme: str | None, order: Tensor | None, device: torch.device
-    ) -> dict[str, Tensor] | None:
-        parts = []
-        for name, packing, one in self._held(our, expert):
+    def _kept_narrow(self, scheme: str | None, order: Tensor | None, device: torch.device) -> dict[str, Tensor] | None:
+        our, one, parts = self.our, self.one, []
+        for name, packing in self.matrices:
             assert isinstance(packing, Narrow)
             if packing.scheme(self.files, name) != scheme:
                 return None
@@ -216,15 +242,8 @@ class BlockExperts:
             whole = take_channels(whole, _of_both(order).to(device))
         return {our + suffix: part[0] for suffix, part in parts_of(whole).items()}
 
-    def _refuse_bias(self, name: str) -> None:
-        if name in self.files.names and bool(self.files.raw(name).any()):
-            raise ValueError(
-                f"{self.files.names[name]}: {name!r} is not all zeros, and experts of preset {self.preset.family!r} "
-                "have no biases"
-            )
-
-    def _refuse_flat_scales(self, name: str, packing: Scaled, expert: int) -> None:
-        if (shape := tuple(packing.scale(self.files, name, expert).shape)) not in ((), (1,)) and len(shape) == 1:
+    def _refuse_flat_scales(self, name: str, packing: Scaled) -> None:
+        if (shape := tuple(packing.scale(self.files, name, self.one).shape)) not in ((), (1,)) and len(shape) == 1:
             raise ValueError(
                 f"{self.files.names[name]}: {name!r} is transposed, and its scales of an expert are {shape}: must say "
                 "with two dimensions whether they are of rows or of columns"

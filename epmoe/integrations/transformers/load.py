@@ -203,15 +203,17 @@ def _read_experts(
     scheme, block = layer.weight_scheme, layer.weight_block
     otherwise = f"dequantized to {layer.dtype}" + ("" if scheme is None else f" and quantized again to {scheme}")
     for expert in layer.local_experts:
-        order = None if scheme is None else source.order(expert, scheme)
+        tensors = source.tensors(expert)
+        order = None if scheme is None else tensors["down_proj"].order(scheme)
         for our, parameter in parameters.items():
+            tensor = tensors[our]
             if scheme is not None and our.endswith("_proj"):
-                if (kept := source.kept(our, expert, scheme, block, order, parameter.device)) is not None:
+                if (kept := tensor.kept(scheme, block, order, parameter.device)) is not None:
                     kept = _as_held(kept, layer, our, f"{source.files.directory}: {our} of expert {expert}")
                     layer.load_experts({n: t[None].to(parameter.device) for n, t in kept.items()}, [expert])
-                    fates[f"{source.called(our, expert)}: kept as they are, {scheme}"] += 1
+                    fates[f"{tensor.called()}: kept as they are, {scheme}"] += 1
                     continue
-            row = source.row(our, expert, layer.dtype, order)
+            row = tensor.row(layer.dtype, order)
             shape = (layer.weight_shape(our) if our.endswith("_proj") else parameter.shape)[1:]
             if row.shape != shape:
                 raise ValueError(
@@ -219,7 +221,7 @@ def _read_experts(
                     f"(gate before up, not transposed), the model has {tuple(shape)}"
                 )
             layer.load_experts({our: row.contiguous()[None].to(parameter.device)}, [expert])
-            if (called := source.called(our, expert)) is not None:
+            if (called := tensor.called()) is not None:
                 fates[f"{called}: {otherwise}"] += 1
         advance()
     everywhere, apart = range(layer.config.num_experts), 1.0
