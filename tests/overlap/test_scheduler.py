@@ -1,4 +1,4 @@
-"""Microbatches: interleaved they give the bits of one after another, hide waits, and leave the thread as it was."""
+"""Microbatches: interleaved they give the bits of one after another and hide waits; errors inside reach the caller."""
 
 from __future__ import annotations
 
@@ -6,57 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import epmoe
 from epmoe import EPGroup, MoEConfig, MoEKernel, MoELayer
 from epmoe.dispatch.base import DispatcherCapabilities
 from epmoe.dispatch.inputs import Pending
 from epmoe.dispatch.local import LocalDispatcher
-from epmoe.overlap import MinTokens, Whole, current_microbatch, run_microbatched
+from epmoe.overlap import Whole, current_microbatch, run_microbatched
 from epmoe.testing import RankFailed, poisoned_empty, run_ranks
+from tests.overlap.microbatch_cases import Block, H, both_ways, same
 from tests.test_kernel import batch_of, local_kernel
-
-H = 16
-
-
-class Block(nn.Module):
-    """Two MoE layers with dense maps and dropout between them."""
-
-    def __init__(self, ep: EPGroup | None, dispatcher: str = "auto", dropout: float = 0.0) -> None:
-        super().__init__()
-        config = MoEConfig(
-            H, 24, 6, 2, dispatcher=dispatcher, experts="grouped", num_shared_experts=1, max_tokens_per_rank=16
-        )
-        self.maps = nn.ModuleList([nn.Linear(H, H) for _ in range(2)])
-        self.moes = nn.ModuleList([MoELayer(config, ep, name=f"moe {n}") for n in range(2)])
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for linear, moe in zip(self.maps, self.moes, strict=True):
-            x = x + moe(self.dropout(linear(x)))
-        return x
-
-
-def gradients(module: nn.Module) -> list[torch.Tensor]:
-    found = [p.grad.clone() for p in module.parameters() if p.grad is not None]
-    module.zero_grad()
-    return found
-
-
-def both_ways(block: nn.Module, x: torch.Tensor, seed: int, fn: Any = None, **options: Any) -> list[Any]:
-    results = []
-    for interleave in (False, True):
-        torch.manual_seed(seed)
-        x.grad = None
-        y = run_microbatched(fn or block, x, interleave=interleave, **options)
-        y.square().sum().backward()
-        results.append([y.detach(), x.grad, *gradients(block), torch.rand(3)])  # and the generator afterwards
-    return results
-
-
-def same(results: list[Any]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def over_ranks(rank: int, ranks: int, seed: int) -> list[bool]:
@@ -99,6 +58,22 @@ def test_activation_checkpointing_inside_microbatches_changes_no_bit(seed: int) 
     kept = both_ways(block, x, seed)
     again = both_ways(block, x, seed, fn=lambda part: epmoe.checkpoint(block, part))
     assert same(kept) and same(again) and same([kept[1], again[1]])
+
+
+def test_selective_checkpointing_inside_microbatches_changes_no_bit(seed: int) -> None:
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    torch.manual_seed(seed)
+    block = Block(None)
+    x = torch.randn(9, H, requires_grad=True)
+
+    def selective(part: torch.Tensor) -> torch.Tensor:
+        kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+        return checkpoint(
+            block, part, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(kept)
+        )
+
+    assert same(both_ways(block, x, seed, fn=selective))
 
 
 # ---- that they do overlap
@@ -185,47 +160,7 @@ def backward_order(rank: int, ranks: int) -> bool:
     return events == ["launch", "launch", "wait", "launch", "wait", "launch", "wait", "wait"]
 
 
-def test_a_switch_sets_nothing_that_has_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def called(*args: Any) -> None:
-        raise AssertionError("set again")
-
-    def spin(x: torch.Tensor) -> torch.Tensor:
-        microbatch = current_microbatch()
-        assert microbatch is not None
-        for _ in range(3):
-            microbatch.let_others_run()
-        return x
-
-    for name in ("set_autocast_enabled", "set_autocast_dtype", "set_autocast_cache_enabled", "set_rng_state"):
-        monkeypatch.setattr(torch, name, called)
-    monkeypatch.setattr(torch._C, "_set_grad_enabled", called)
-    run_microbatched(spin, torch.randn(2, 3), randomness=False)
-
-
-# ---- what a microbatch keeps to itself
-
-
-def test_grad_mode_autocast_and_randomness_stay_with_their_microbatch(seed: int) -> None:
-    seen: list[tuple[Any, ...]] = []
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        microbatch = current_microbatch()
-        assert microbatch is not None
-        odd = microbatch.index == 1
-        with torch.set_grad_enabled(not odd), torch.autocast("cpu", dtype=torch.bfloat16, enabled=odd):
-            for _ in range(3):
-                microbatch.let_others_run()
-                seen.append((odd, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
-        return x + torch.rand(())
-
-    torch.manual_seed(seed)
-    run_microbatched(fn, torch.zeros(4, 1), randomness=True)
-    after = torch.rand(3)
-    assert len(seen) == 6 and all(grad is not odd and cast is odd for odd, grad, cast in seen)
-    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
-    torch.manual_seed(seed)
-    torch.randint(2**62, (2,))
-    assert torch.equal(torch.rand(3), after)  # the caller's generator moved by the seeds alone
+# ---- what goes wrong inside
 
 
 def test_an_exception_in_one_reaches_the_caller_and_ends_the_others() -> None:
@@ -247,6 +182,44 @@ def test_an_exception_in_one_reaches_the_caller_and_ends_the_others() -> None:
     with torch.no_grad(), pytest.raises(KeyError, match="no such layer"):
         run_microbatched(fn, torch.zeros(3, 1), num_microbatches=3)
     assert sorted(cleaned) == [0, 1, 2] and current_microbatch() is None and torch.is_grad_enabled()
+
+
+def test_a_cleanup_that_fails_hides_neither_the_error_nor_the_others_cleanup() -> None:
+    cleaned: list[int] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        microbatch = current_microbatch()
+        assert microbatch is not None
+        try:
+            with torch.no_grad():
+                microbatch.let_others_run()
+                if microbatch.index == 0:
+                    raise KeyError("the cause")
+        finally:
+            cleaned.append(microbatch.index)
+            if microbatch.index == 1:
+                raise OSError("disk full")
+        return x
+
+    with pytest.warns(UserWarning, match="microbatch 1 raised OSError"), pytest.raises(KeyError, match="the cause"):
+        run_microbatched(fn, torch.zeros(4, 1), num_microbatches=4)
+    assert sorted(cleaned) == [0, 1, 2, 3] and torch.is_grad_enabled()
+
+
+def resharded(rank: int, ranks: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    block = Block(EPGroup(timeout=30))
+    experts = {p for moe in block.moes for p in moe.expert_parameters().values()}  # type: ignore[operator]
+    fully_shard(block.maps[1], mesh=init_device_mesh("cpu", (ranks,)), reshard_after_forward=True)
+    fully_shard(block, mesh=init_device_mesh("cpu", (ranks,)), ignored_params=experts, reshard_after_forward=True)
+    run_microbatched(lambda x: block.moes[1](block.maps[1](x)), torch.randn(4, H))
+
+
+def test_weights_that_fsdp_takes_away_from_a_part_are_explained() -> None:
+    with pytest.raises(RankFailed, match=r"use\s+fully_shard\(\.\.\., reshard_after_forward=False\)"):
+        run_ranks(resharded, 2, timeout=60)
 
 
 # ---- arguments
@@ -282,172 +255,6 @@ def test_inputs_are_split_where_they_have_the_batch_and_merged_as_asked() -> Non
     merged = run_microbatched(fn, x, rest, merge=lambda parts: [(int(p["sum"]), p["table"]) for p in parts])
     assert merged == [(3, 3), (12, 3)]
     assert torch.equal(run_microbatched(lambda *a: fn(*a)["rows"], x, rest), x * 11)
-
-
-def unsplit_when_small(rank: int, ranks: int) -> list[bool]:
-    ep = EPGroup(timeout=30)
-    split: list[bool] = []
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        split.append(current_microbatch() is not None)
-        return x
-
-    cases = ((3, 5, "prefill"), (3, 4, "prefill"), (3, MinTokens(100, 4), "decode"), (3, "auto", "decode"))
-    for tokens, limit, phase in cases:
-        run_microbatched(fn, torch.zeros(tokens + 2 * rank, 2), ep=ep, min_tokens=limit, phase=phase)  # type: ignore[arg-type]
-    return split
-
-
-def test_all_ranks_agree_on_whether_the_batch_is_worth_it() -> None:
-    # 3 and 5 tokens: fewer than 5 per rank, not fewer than 4
-    assert run_ranks(unsplit_when_small, 2, timeout=60) == [[False, True, True, True, True, False]] * 2
-
-
-def disagree(rank: int, ranks: int) -> None:
-    run_microbatched(lambda x: x, torch.zeros(4, 2), num_microbatches=2 + rank, ep=EPGroup(timeout=30))
-
-
-def test_ranks_that_split_differently_are_told_so() -> None:
-    with pytest.raises(RankFailed, match=r"num_microbatches differs between ranks, \[2, 3\]"):
-        run_ranks(disagree, 2, timeout=60)
-
-
-def disagree_unasked(rank: int, ranks: int) -> list[str]:
-    """Without `ep=`: ranks of layers inside, by every dispatcher; one of them does not split at all."""
-    x, told = torch.randn(4, H), []
-    for dispatcher in ("all_to_all", "all_to_all_fixed", "symmetric", "all_gather"):
-        for parts in ((2, 3), (2, 1)):
-            block = Block(EPGroup(timeout=30), dispatcher=dispatcher)
-            with pytest.raises(ValueError) as failure:
-                run_microbatched(block, x, num_microbatches=parts[rank])
-            told.append(str(failure.value).partition("; ")[2])
-            run_microbatched(block, x)  # the group is as good as before
-            with pytest.raises(ValueError, match=r"min_tokens=3\) around a layer on 2 ranks .* pass ep="):
-                run_microbatched(block, x, min_tokens=3)
-    return told
-
-
-def test_ranks_that_split_differently_are_told_so_by_the_first_layer() -> None:
-    for told in run_ranks(disagree_unasked, 2, timeout=90):
-        told = [text.partition("num_microbatches: ")[2] for text in told]
-        assert told == ["rank 0 has 2, rank 1 has 3", "rank 0 has 2, rank 1 has 1"] * 4
-
-
-def resharded(rank: int, ranks: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    block = Block(EPGroup(timeout=30))
-    experts = {p for moe in block.moes for p in moe.expert_parameters().values()}  # type: ignore[operator]
-    fully_shard(block.maps[1], mesh=init_device_mesh("cpu", (ranks,)), reshard_after_forward=True)
-    fully_shard(block, mesh=init_device_mesh("cpu", (ranks,)), ignored_params=experts, reshard_after_forward=True)
-    run_microbatched(lambda x: block.moes[1](block.maps[1](x)), torch.randn(4, H))
-
-
-def test_weights_that_fsdp_takes_away_from_a_part_are_explained() -> None:
-    with pytest.raises(RankFailed, match=r"use\s+fully_shard\(\.\.\., reshard_after_forward=False\)"):
-        run_ranks(resharded, 2, timeout=60)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_what_parts_draw_on_host_and_device_does_not_depend_on_turns(device: str) -> None:
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        microbatch = current_microbatch()
-        assert microbatch is not None
-        for _ in range(3):
-            x = x + torch.rand(x.shape).to(device) + torch.rand_like(x)
-            microbatch.let_others_run()
-        return x
-
-    drawn = []
-    for interleave in (False, True):
-        torch.manual_seed(1)
-        y = run_microbatched(fn, torch.zeros(6, 2, device=device), interleave=interleave, randomness=True)
-        drawn.append(torch.cat([y.cpu(), torch.rand(2, 2), torch.rand(2, 2, device=device).cpu()]))
-    assert torch.equal(*drawn) and len(drawn[0].unique()) == drawn[0].numel()
-
-
-# ---- what surrounds it
-
-
-def test_an_inference_mode_inside_is_refused_and_one_around_it_works(seed: int) -> None:
-    torch.manual_seed(seed)
-    block = Block(None).eval()
-    x = torch.randn(6, H)
-    with torch.inference_mode():
-        want = run_microbatched(block, x, interleave=False)
-        assert torch.equal(run_microbatched(block, x), want)
-    with pytest.raises(RuntimeError, match="enter it around run_microbatched"):
-        run_microbatched(torch.inference_mode()(block), x)
-    assert not torch.is_inference_mode_enabled()
-    block(x).sum().backward()  # training goes on
-
-
-def test_modes_and_hooks_entered_inside_stay_with_their_microbatch() -> None:
-    seen: list[tuple[int, str, int]] = []
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        microbatch = current_microbatch()
-        assert microbatch is not None
-        packed: list[int] = []
-        device = "meta" if microbatch.index == 0 else "cpu"
-
-        def pack(t: torch.Tensor) -> torch.Tensor:
-            packed.append(1)
-            return t
-
-        with torch.device(device), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            for _ in range(2):
-                microbatch.let_others_run()
-            y = x.exp()
-            seen.append((microbatch.index, str(torch.empty(1).device), len(packed)))
-        return y
-
-    outer: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: outer.append(1) or t, lambda t: t):
-        run_microbatched(fn, torch.randn(4, 2, requires_grad=True))
-        before = len(outer)
-        torch.ones(1, requires_grad=True).exp()
-        assert len(outer) > before  # the caller's own are where they were
-    assert seen == [(0, "meta", 1), (1, "cpu", 1)] and torch.empty(1).device.type == "cpu"
-
-
-def test_selective_checkpointing_inside_microbatches_changes_no_bit(seed: int) -> None:
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-    torch.manual_seed(seed)
-    block = Block(None)
-    x = torch.randn(9, H, requires_grad=True)
-
-    def selective(part: torch.Tensor) -> torch.Tensor:
-        kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-        return checkpoint(
-            block, part, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(kept)
-        )
-
-    assert same(both_ways(block, x, seed, fn=selective))
-
-
-def test_a_cleanup_that_fails_hides_neither_the_error_nor_the_others_cleanup() -> None:
-    cleaned: list[int] = []
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        microbatch = current_microbatch()
-        assert microbatch is not None
-        try:
-            with torch.no_grad():
-                microbatch.let_others_run()
-                if microbatch.index == 0:
-                    raise KeyError("the cause")
-        finally:
-            cleaned.append(microbatch.index)
-            if microbatch.index == 1:
-                raise OSError("disk full")
-        return x
-
-    with pytest.warns(UserWarning, match="microbatch 1 raised OSError"), pytest.raises(KeyError, match="the cause"):
-        run_microbatched(fn, torch.zeros(4, 1), num_microbatches=4)
-    assert sorted(cleaned) == [0, 1, 2, 3] and torch.is_grad_enabled()
 
 
 def test_an_input_of_the_batch_s_length_stays_whole_if_it_says_so() -> None:
