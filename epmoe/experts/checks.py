@@ -112,6 +112,6 @@ def check_batched(where: str, spec: ExpertsSpec, rows: BatchedInput) -> None:
     right = f"must be float32 {tuple(x.shape[:2])}, since the router weight is on the input"
     if p is None:
         raise ValueError(f"{where}topk_weights=None: {right}")
-    precise = torch.promote_types(x.dtype, torch.float32)
+    precise = torch.promote_types(spec.dtype, torch.float32)  # of rows that may be quantized
     if p.shape != x.shape[:2] or p.dtype not in (torch.float32, precise) or p.device != x.device:
         raise ValueError(f"{where}topk_weights is {p.dtype} {tuple(p.shape)} on {p.device}: {right}")

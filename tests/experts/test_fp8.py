@@ -233,8 +233,9 @@ def test_reference_computes_with_the_dequantized_weights_in_float64(scheme, layo
 
 @pytest.mark.parametrize("dispatch_scheme", [None, "fp8_block", "int8_row"])
 @pytest.mark.parametrize("layout", ["standard", "batched"])
-def test_kernel_joins_them_with_a_dispatcher(layout, dispatch_scheme, device, seed):
-    c = make("fp8_block", device, seed)
+@pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
+def test_kernel_joins_them_with_a_dispatcher(on_input, layout, dispatch_scheme, device, seed):
+    c = make("fp8_block", device, seed, on_input=on_input)
     dispatcher = make_dispatcher("local", None, ExpertPlacement.contiguous(4, 1), device)
     ids = torch.randint(-1, 4, c.rows.topk_ids.shape, generator=torch.Generator().manual_seed(seed)).int().to(device)
     ids[:, 1] = torch.where(ids[:, 1] == ids[:, 0], -1, ids[:, 1])
