@@ -28,48 +28,53 @@ def _as_fp32(v):
 
 
 @jit
-def _read_groups(at, k, N: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr):
+def _read_groups(at, k, N: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, ALL: tl.constexpr):
     """What the groups of the run of columns from k on have at `at[row] + group · N`, as it lies: `[rows]`, or `[rows,
-    RUN / GROUP]` where they are several. Past the last group it is the last one's."""
+    RUN / GROUP]` where they are several.
+
+    Past the last group it is the last one's where ALL runs of weights end with it, or it can't be inf, else 0: weights
+    and tokens are 0 there. A mask later, between scales and weights, would make the compiler bring these to the tensor
+    cores by way of shared memory.
+    """
+    LAST: tl.constexpr = ALL or at.dtype.element_ty == tl.float8e4nv
     if GROUP == 0:
         v = tl.load(at)
     elif GROUP >= RUN:
-        v = tl.load(at + tl.minimum(k // GROUP, S - 1) * N)
+        g = k // GROUP
+        if LAST:
+            v = tl.load(at + tl.minimum(g, S - 1) * N)
+        else:
+            v = tl.load(at + g * N, mask=tl.arange(0, at.shape[0]) < (S - g) * at.shape[0], other=0)
     else:
-        g = tl.minimum(k // GROUP + tl.arange(0, RUN // GROUP), S - 1)
-        v = tl.load(at[:, None] + (g * N)[None, :])
+        g = k // GROUP + tl.arange(0, RUN // GROUP)
+        if LAST:
+            v = tl.load(at[:, None] + (tl.minimum(g, S - 1) * N)[None, :])
+        else:
+            v = tl.load(at[:, None] + (g * N)[None, :], mask=(g < S)[None, :], other=0)
     return v
 
 
 @jit
-def _along_run(v, k, S: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, ALL: tl.constexpr):
-    """What `_read_groups` read as fp32 `[rows, 1]`, or `[rows, RUN]` where groups are several; 0 past the last group,
-    which a run may reach unless ALL."""
+def _along_run(v, GROUP: tl.constexpr, RUN: tl.constexpr):
+    """What `_read_groups` read as fp32 `[rows, 1]`, or `[rows, RUN]` where groups are several."""
     v = _as_fp32(v)
-    if GROUP == 0:
-        v = v[:, None]
-    elif GROUP >= RUN:
-        if not ALL:
-            v = tl.where(k // GROUP < S, v, 0.0)
+    if GROUP == 0 or GROUP >= RUN:
         v = v[:, None]
     else:
-        PARTS: tl.constexpr = RUN // GROUP
-        if not ALL:
-            v = tl.where((k // GROUP + tl.arange(0, PARTS) < S)[None, :], v, 0.0)
-        v = v[:, :, None].broadcast_to(v.shape[0], PARTS, GROUP).reshape(v.shape[0], RUN)
+        v = v[:, :, None].broadcast_to(v.shape[0], RUN // GROUP, GROUP).reshape(v.shape[0], RUN)
     return v
 
 
 @jit
-def _less_zero(w, z, k, S: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, ALL: tl.constexpr, KIND: tl.constexpr,
-               DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
+def _less_zero(w, z, GROUP: tl.constexpr, RUN: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr,
+               INTERPRETED: tl.constexpr):  # fmt: skip
     """The run `w` less the zero points z that `_read_groups` read for it (None: 0) and, of 4-bit integers, less what
     makes codes of them: the 8 that they are stored with and the 128 or 1024 of `halves`. Exact: all are integers below
     2**8 (fp16: 2**11)."""
     LIFT: tl.constexpr = 0.0 if INTERPRETED else (128.0 if DTYPE == tl.bfloat16 else 1024.0)
     OFFSET: tl.constexpr = LIFT + 8.0 if KIND == "int4" else 0.0
     if z is not None:
-        z = _along_run(z, k, S, GROUP, RUN, ALL) + OFFSET
+        z = _along_run(z, GROUP, RUN) + OFFSET
         w = w - (z if INTERPRETED else z.to(DTYPE))
     elif OFFSET != 0.0:
         w = w - (OFFSET if INTERPRETED else tl.full((1, 1), OFFSET, DTYPE))
@@ -266,25 +271,25 @@ def narrow_gemm_kernel(
         unit = tl.minimum(count, 1).to(tl.float32)
         if JOINED:
             # Loads that feed no dot as they come are not pipelined: scales of sums are read a step ahead.
-            s = _read_groups(scale_at, 0, N, S, GROUP, 128)
+            s = _read_groups(scale_at, 0, N, S, GROUP, 128, ALL)
             for k in tl.range(0, D, 128):
                 if not AHEAD:
-                    s = _read_groups(scale_at, k, N, S, GROUP, 128)
+                    s = _read_groups(scale_at, k, N, S, GROUP, 128, ALL)
                 both = _span(w_tile, e * PARTS, col0, k, ROW, BLOCK_W, TMA, KIND, EVEN, DTYPE, INTERPRETED)
-                z = None if zero_at is None else _read_groups(zero_at, k, N, S, GROUP, 128)
-                both = _less_zero(both, z, k, S, GROUP, 128, ALL, KIND, DTYPE, INTERPRETED)
+                z = None if zero_at is None else _read_groups(zero_at, k, N, S, GROUP, 128, ALL)
+                both = _less_zero(both, z, GROUP, 128, KIND, DTYPE, INTERPRETED)
                 x = _rows(a_tile, k, is_row, D, 128, EVEN)
                 if ON_TILE:
-                    both = _times(both, _along_run(s, k, S, GROUP, 128, ALL), DTYPE, INTERPRETED)
+                    both = _times(both, _along_run(s, GROUP, 128), DTYPE, INTERPRETED)
                 if not FEW:
                     acc = dot_accumulate(both, x.T, acc, INTERPRETED)
                 elif ON_TILE or GROUP == 0:
                     acc += dot_accumulate(both, x.T, tl.zeros_like(acc), INTERPRETED) * unit
                 else:
                     sums = dot_accumulate(both, x.T, tl.zeros_like(acc), INTERPRETED)
-                    acc += sums * _along_run(s, k, S, GROUP, 128, ALL)
+                    acc += sums * _along_run(s, GROUP, 128)
                 if AHEAD:
-                    s = _read_groups(scale_at, k + 128, N, S, GROUP, 128)
+                    s = _read_groups(scale_at, k + 128, N, S, GROUP, 128, ALL)
         else:
             for span in tl.range(0, D, 128):
                 if SIXES:
@@ -300,13 +305,13 @@ def narrow_gemm_kernel(
                     else:
                         p = _weights(w_tile, e * PARTS, col0, k, ROW, BLOCK_W, RUN, TMA, EVEN)
                         part = whole(p, DTYPE, INTERPRETED)
-                    z = None if zero_at is None else _read_groups(zero_at, k, N, S, GROUP, RUN)
-                    part = _less_zero(part, z, k, S, GROUP, RUN, ALL, KIND, DTYPE, INTERPRETED)
+                    z = None if zero_at is None else _read_groups(zero_at, k, N, S, GROUP, RUN, ALL)
+                    part = _less_zero(part, z, GROUP, RUN, KIND, DTYPE, INTERPRETED)
                     x = _rows(a_tile, k, is_row, D, RUN, EVEN)
                     if GROUP == 0:
                         acc = dot_accumulate(part, x.T, acc, INTERPRETED)
                     else:
-                        s = _along_run(_read_groups(scale_at, k, N, S, GROUP, RUN), k, S, GROUP, RUN, ALL)
+                        s = _along_run(_read_groups(scale_at, k, N, S, GROUP, RUN, ALL), GROUP, RUN)
                         if ON_TILE:
                             acc = dot_accumulate(_times(part, s, DTYPE, INTERPRETED), x.T, acc, INTERPRETED)
                         else:

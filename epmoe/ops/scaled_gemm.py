@@ -82,7 +82,7 @@ def launch_scaled(
             from epmoe.ops import _scaled_gluon as gluon
 
             if gluon.can_take(a, w, out, gated, out_scale is not None, config, block):
-                gluon.launch(a, a_scale, w, w_scale, bias, rows, out, out_scale, epilogue, config)
+                gluon.launch(a, a_scale, w, w_scale, bias, rows, out, out_scale, epilogue, config, expected)
                 return
         row_tiles = most_row_tiles(max_rows, L, config.block_m, expected_m)
         target: Any = out
