@@ -238,6 +238,13 @@ def test_the_gluon_kernel_takes_blocks_of_128_by_128_and_no_others(monkeypatch):
     assert not any(gluon.can_take(a, w, out, False, False, config, block) for block in BLOCKS)
 
 
+def test_the_gluon_kernel_starts_early_for_few_rows_alone():
+    gluon = pytest.importorskip("epmoe.ops._scaled_gluon")
+    few, many = ScaledConfig(64, 256, 8, 4, 4, gluon=True), ScaledConfig(128, 256, 8, 8, 4, gluon=True)
+    assert [rows for rows in (1, 64, 65, 129) if gluon.starts_early(few, rows)] == [1, 64]
+    assert not any(gluon.starts_early(many, rows) for rows in (1, 64, 65, 129))
+
+
 def test_entries_that_were_tuned_for_128_by_128_are_not_those_of_other_blocks(monkeypatch):
     tuned = ScaledConfig(64, 256, 8, 4, 4, split=True, gluon=True)
     monkeypatch.setattr(_scaled_configs, "tuned", lambda *args: tuned)
