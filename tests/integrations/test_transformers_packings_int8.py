@@ -26,7 +26,7 @@ from tests.integrations.quantized_checkpoints import (  # noqa: E402
     packed_integers,
     write,
 )
-from tests.integrations.test_transformers_packings import error  # noqa: E402
+from tests.integrations.test_transformers_packings import error, error_of_most  # noqa: E402
 from tests.integrations.test_transformers_packings_edges import EXPERT, logits_of, made  # noqa: E402
 from tests.integrations.transformers_families import preset_of  # noqa: E402
 
@@ -63,7 +63,8 @@ def test_bytes_are_dequantized_or_kept(case, seed, tmp_path, capfd):
     layers = routed_experts(kept)
     matrices = sum(2 * len(layer.local_experts) for layer in layers.values())
     assert f"{matrices} matrices of experts in INT8: kept as they are, int8_row\n" in capfd.readouterr().err
-    assert error(logits_of(kept, seed), expected) <= (0.05 if case == "static" else 0.02)  # rows are rounded too
+    bound = 0.05 if case == "static" else 0.02  # rows are rounded too
+    assert error_of_most(logits_of(kept, seed), expected) <= bound
     names = preset_of(family).disk
     for name, layer in layers.items():
         on_disk = name.replace("mlp", names.block) if names.block else name
@@ -85,7 +86,7 @@ def test_another_scheme_rounds_bytes_again(seed, tmp_path):
     for scheme, bound in (("fp8_row", 0.15), ("int8_g32", 0.03)):
         model = from_pretrained(narrow, quant=QuantConfig(scheme))
         assert {layer.weight_scheme for layer in routed_experts(model).values()} == {scheme}
-        assert 1e-4 < error(logits_of(model, seed), expected) <= bound
+        assert 1e-4 < error_of_most(logits_of(model, seed), expected) <= bound
 
 
 def test_weights_are_read_whatever_activations_they_met(seed, tmp_path):
@@ -105,7 +106,8 @@ def test_zero_points_of_bytes_are_read_where_they_are_zeros_and_else_refused(sch
     narrow, wide = made(seed, tmp_path, CHANNELS, int8(), lambda t: t.update({zeros: torch.zeros(96, 1).char()}))
     quant = None if scheme is None else QuantConfig(scheme)
     expected = logits_of(AutoModelForCausalLM.from_pretrained(wide), seed)
-    assert error(logits_of(from_pretrained(narrow, quant=quant), seed), expected) <= 0.02
+    kept = from_pretrained(narrow, quant=quant)
+    assert error_of_most(logits_of(kept, seed), expected) <= (1e-5 if scheme is None else 0.02)
     tensors = load_file(narrow / SINGLE)
     save_file({**tensors, zeros: torch.ones(96, 1).char()}, narrow / SINGLE)
     with pytest.raises(ValueError, match=rf"'{zeros}' is not all zeros: INT8 weights with zero points are not"):
