@@ -8,6 +8,7 @@ intermediate size, L local experts.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -30,7 +31,7 @@ from epmoe.ops.scaled_gemm_into import scaled_grouped_gemm_act_into, scaled_grou
 Quantized: TypeAlias = tuple[Tensor, Tensor]  # values and scales
 
 
-class InferencePath:
+class InferencePath(ABC):
     """A base beside `Experts` of kinds that give `_mlp` and nothing else."""
 
     name: ClassVar[str]
@@ -44,6 +45,7 @@ class InferencePath:
 
         def expected_rows(self, rows: ExpertInput | BatchedInput) -> int | None: ...
 
+    @abstractmethod
     def _mlp(
         self,
         x: Tensor,
@@ -56,7 +58,6 @@ class InferencePath:
     ) -> Tensor:
         """y = act(s·x·w1ᵀ + b1)·w2ᵀ + b2 `[N, H]` for each row of a segment; segments lie in spans of `span` rows.
         Written into `space` by kinds that plan one, if it is given."""
-        raise NotImplementedError
 
     def apply(self, rows: ExpertInput | BatchedInput, weights: ExpertWeights) -> Tensor:
         self._refuse_gradients(rows, weights)

@@ -57,18 +57,13 @@ def narrow_config(
     # 128 registers, which let a fourth program onto an SM, 66, 41, 137 and 75. bench/results/kernels.md says what else
     # was tried.
     if rows_per_expert <= 24:
-        block_t, registers = (16, 128) if rows_per_expert <= 12 else (32, 168)
+        block_t = 16 if rows_per_expert <= 12 else 32
+        if form.kind == "int4":
+            stages, registers = 4 if d > 2048 else 3, 128 if block_t == 16 else 168
+            return NarrowConfig(block_t, 128, 4, stages, on_tile=short, registers=registers)
         if form.kind == "fp4" and rows_per_expert <= 1:  # few experts have rows at all: more and smaller tiles
             return NarrowConfig(block_t, 64, num_warps=4, num_stages=4, on_tile=short)
-        stages = 4 if form.kind == "int4" and d > 2048 else 3
-        return NarrowConfig(
-            block_t,
-            128,
-            num_warps=4,
-            num_stages=stages,
-            on_tile=short,
-            registers=registers if form.kind == "int4" else 0,
-        )
+        return NarrowConfig(block_t, 128, num_warps=4, num_stages=3, on_tile=short)
     if rows_per_expert <= 48:  # int4_g128, 64 experts of 32 rows, tiles of 64 rows and of 32, µs: 94 and 82, 60 and 49
         return NarrowConfig(32 if form.kind == "int4" else 64, 128, num_warps=8, num_stages=4, on_tile=short)
     # three stages beside 256 rows are too large for bytes with scales, and for three quarters of them

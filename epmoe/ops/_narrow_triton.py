@@ -154,14 +154,10 @@ def _halved(v):
 @jit
 def _run_of(v, i: tl.constexpr, COUNT: tl.constexpr):
     """The i-th of COUNT (2, 4 or 8) equal runs of v's columns."""
-    first, second = _halved(v)
-    v = first if i < COUNT // 2 else second
-    if COUNT >= 4:
-        first, second = _halved(v)
-        v = first if i % (COUNT // 2) < COUNT // 4 else second
-    if COUNT >= 8:
-        first, second = _halved(v)
-        v = first if i % 2 == 0 else second
+    for level in tl.static_range(3):
+        if COUNT >> level >= 2:
+            first, second = _halved(v)
+            v = first if i % (COUNT >> level) < COUNT >> level + 1 else second
     return v
 
 

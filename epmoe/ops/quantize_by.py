@@ -13,6 +13,8 @@ Letters: L local experts, T rows, H their width, N rows quantized, T where there
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -75,7 +77,30 @@ def _quantize_by_kernel(
             tl.store(values + row * H + first + cols, q, mask=first + cols < H)
 
 
-def _check(
+class _Call(NamedTuple):
+    """What `quantize_by` is given, its scheme read."""
+
+    x: Tensor
+    fixed: Tensor
+    row_start: Tensor
+    row_end: Tensor
+    form: RowFormat
+    row_index: Tensor | None
+    divisor: int
+    weight: Tensor | None
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return self.x.shape[0] if self.row_index is None else self.row_index.shape[0]
+
+    def room(self) -> tuple[Tensor, Tensor]:
+        """For values and scales of N rows."""
+        n, x = self.num_rows, self.x
+        return x.new_empty(n, x.shape[1], dtype=self.form.dtype), x.new_empty(n, 1, dtype=torch.float32)
+
+
+def _checked(
     x: Tensor,
     fixed: Tensor,
     row_start: Tensor,
@@ -84,7 +109,7 @@ def _check(
     row_index: Tensor | None,
     divisor: int,
     weight: Tensor | None,
-) -> RowFormat:
+) -> _Call:
     unit_stride(x, "x")
     form = row_format(scheme)
     if form.group:
@@ -106,49 +131,18 @@ def _check(
         check_flat(weight, "weight", torch.float32, torch.float64)
     if divisor < 1:
         raise ValueError(f"divisor={divisor}: must be at least 1")
-    return form
+    return _Call(x, fixed, row_start, row_end, form, row_index, divisor, weight)
 
 
-def _num_rows(x: Tensor, row_index: Tensor | None) -> int:
-    """N."""
-    return x.shape[0] if row_index is None else row_index.shape[0]
-
-
-def _made(x: Tensor, row_index: Tensor | None, form: RowFormat) -> tuple[Tensor, Tensor]:
-    """Room for values and scales of N rows."""
-    n = _num_rows(x, row_index)
-    return x.new_empty(n, x.shape[1], dtype=form.dtype), x.new_empty(n, 1, dtype=torch.float32)
-
-
-def _write(
-    values: Tensor,
-    scales: Tensor,
-    x: Tensor,
-    fixed: Tensor,
-    row_start: Tensor,
-    row_end: Tensor,
-    row_index: Tensor | None,
-    divisor: int,
-    weight: Tensor | None,
-    form: RowFormat,
-) -> None:
-    if use_triton(x):
-        _launch(x, fixed, row_start, row_end, row_index, divisor, weight, values, scales)
+def _write(values: Tensor, scales: Tensor, call: _Call) -> None:
+    if use_triton(call.x):
+        _launch(values, scales, call)
     else:
-        _reference_into(values, scales, x, fixed, row_start, row_end, row_index, divisor, weight, form)
+        _reference_into(values, scales, call)
 
 
-def _launch(
-    x: Tensor,
-    fixed: Tensor,
-    row_start: Tensor,
-    row_end: Tensor,
-    row_index: Tensor | None,
-    divisor: int,
-    weight: Tensor | None,
-    values: Tensor,
-    scales: Tensor,
-) -> None:
+def _launch(values: Tensor, scales: Tensor, call: _Call) -> None:
+    x, fixed, row_start, row_end, _, row_index, divisor, weight = call
     (N, H), L = values.shape, fixed.shape[0]
     if values.numel() == 0 or L == 0:
         return
@@ -189,15 +183,15 @@ def quantize_by(
     Raises:
         ValueError: a scheme with scales per block, or arguments that are not that.
     """
-    form = _check(x, fixed, row_start, row_end, scheme, row_index, divisor, weight)
-    values, scales = _made(x, row_index, form)
-    _write(values, scales, x, fixed, row_start, row_end, row_index, divisor, weight, form)
+    call = _checked(x, fixed, row_start, row_end, scheme, row_index, divisor, weight)
+    values, scales = call.room()
+    _write(values, scales, call)
     return values, scales
 
 
 @quantize_by.register_fake
 def _(x, fixed, row_start, row_end, scheme, row_index=None, divisor=1, weight=None):
-    return _made(x, row_index, row_format(scheme))
+    return _Call(x, fixed, row_start, row_end, row_format(scheme), row_index, divisor, weight).room()
 
 
 def quantize_by_into(
@@ -220,15 +214,14 @@ def quantize_by_into(
     Raises:
         ValueError: as `quantize_by`, or a buffer does not fit.
     """
-    form = _check(x, fixed, row_start, row_end, scheme, row_index, divisor, weight)
-    n = _num_rows(x, row_index)
+    call = _checked(x, fixed, row_start, row_end, scheme, row_index, divisor, weight)
     for name, t, shape, dtype in (
-        ("values", values, (n, x.shape[1]), form.dtype),
-        ("scales", scales, (n, 1), torch.float32),
+        ("values", values, (call.num_rows, x.shape[1]), call.form.dtype),
+        ("scales", scales, (call.num_rows, 1), torch.float32),
     ):
         if tuple(t.shape) != shape or t.dtype != dtype or not t.is_contiguous():
             raise ValueError(f"{name} is {t.dtype} {tuple(t.shape)}: must be contiguous {dtype} {shape} for {scheme!r}")
-    _write(values, scales, x, fixed, row_start, row_end, row_index, divisor, weight, form)
+    _write(values, scales, call)
 
 
 def quantize_by_reference(
@@ -242,24 +235,14 @@ def quantize_by_reference(
     weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The torch twin of `quantize_by`: the same bits."""
-    form = row_format(scheme)
-    values, scales = _made(x, row_index, form)
-    _reference_into(values, scales, x, fixed, row_start, row_end, row_index, divisor, weight, form)
+    call = _Call(x, fixed, row_start, row_end, row_format(scheme), row_index, divisor, weight)
+    values, scales = call.room()
+    _reference_into(values, scales, call)
     return values, scales
 
 
-def _reference_into(
-    values: Tensor,
-    scales: Tensor,
-    x: Tensor,
-    fixed: Tensor,
-    row_start: Tensor,
-    row_end: Tensor,
-    row_index: Tensor | None,
-    divisor: int,
-    weight: Tensor | None,
-    form: RowFormat,
-) -> None:
+def _reference_into(values: Tensor, scales: Tensor, call: _Call) -> None:
+    x, fixed, row_start, row_end, form, row_index, divisor, weight = call
     if fixed.shape[0] == 0:
         return
     n = torch.arange(values.shape[0], device=x.device)[:, None]
